@@ -1,0 +1,1 @@
+"""The commit protocol: log, manifests, generations, coordinator. Pure Python; no Ray, no torch."""

@@ -1,0 +1,276 @@
+"""The records of the commit protocol, validated, with one canonical JSON form each.
+
+Manifest, shard records, the state's layout, the data position, acknowledgements. A record is data
+from outside until `load` has accepted it: unknown keys, wrong types and impossible values are
+refused. No tensors here: a tensor is a name, a dtype, a shape and a byte range.
+
+The *flat state* is the sequence of all tensors in layout order (larger items first, then by name,
+so that every tensor is aligned to its own item size). Rank ``r`` of ``R`` owns the byte range
+``[cut(r), cut(r + 1))`` of it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from coherent_ray import canonical
+from coherent_ray.digests import Algorithm, Digest
+
+FORMAT = 1
+
+#: safetensors' names of dtypes, with bytes an item.
+ITEM_BYTES: dict[str, int] = {
+    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
+    "F32": 4, "I32": 4, "U32": 4,
+    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
+#: Ranks' parts begin at multiples of this many bytes, so no cut falls inside an item.
+CUT_ALIGNMENT = 16
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,127}$")]
+Claim = Literal["exact", "invariant", "statistical"]
+
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class TensorSpec:
+    """One tensor of the flat state."""
+
+    name: Annotated[str, Field(min_length=1, max_length=1024)]
+    dtype: str
+    """safetensors' name of it, a key of `ITEM_BYTES`."""
+    shape: tuple[Count, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {self.name!r} has unknown dtype {self.dtype!r}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class StateLayout:
+    """All tensors of the state, in the order of the flat state."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    def __post_init__(self) -> None:
+        order = [(-ITEM_BYTES[t.dtype], t.name) for t in self.tensors]
+        if order != sorted(set(order)) or len({t.name for t in self.tensors}) != len(order):
+            raise ValueError("tensors are not in layout order, or a name is there twice")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole flat state."""
+        return sum(t.nbytes for t in self.tensors)
+
+    def offsets(self) -> list[int]:
+        """Return where each tensor begins in the flat state, in bytes."""
+        result = []
+        at = 0
+        for tensor in self.tensors:
+            result.append(at)
+            at += tensor.nbytes
+        return result
+
+    def cut(self, rank: int, ranks: int) -> int:
+        """Return the byte at which a rank's part begins; ``cut(ranks, ranks)`` is the end."""
+        if rank == ranks:
+            return self.nbytes
+        at = self.nbytes * rank // ranks
+        return at - at % CUT_ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class DataPosition:
+    """What every rank reads next: the whole state of the sampler."""
+
+    epoch: Count
+    position: Count
+    """Examples of this epoch that are consumed."""
+    update: Count
+    """Optimizer steps that are done."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class PlanIdentity:
+    """What decides which examples an update takes, and in which order. Never the rank count."""
+
+    dataset_hash: Digest
+    examples: Positive
+    seed: Annotated[int, Field(ge=0, lt=2**64)]
+    order: str
+    """Name and version of the epoch permutation."""
+    global_batch: Positive
+    lanes: Positive
+    microbatch: Positive
+    """Examples of one forward/backward at most."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class ShardRecord:
+    """The file that one rank wrote for one generation."""
+
+    rank: Count
+    path: str
+    """Relative to the run's root."""
+    size: Positive
+    """Bytes of the file."""
+    start: Count
+    """First byte of the flat state that it holds."""
+    stop: Count
+    """The byte of the flat state after its last one."""
+    header_bytes: Positive
+    """Bytes of the file before its first tensor byte."""
+    algorithm: Algorithm
+    block_bytes: Positive
+    blocks: tuple[str, ...]
+    """Hex digest of each ``block_bytes`` of the file, from its first byte on; the last may be short."""
+    digest: Digest
+    """Digest of the concatenated raw block digests, under `algorithm`."""
+
+    def __post_init__(self) -> None:
+        if self.header_bytes + self.stop - self.start != self.size:
+            raise ValueError(f"shard {self.path!r}: header and tensor bytes do not add up to size")
+        if len(self.blocks) != -(-self.size // self.block_bytes):
+            raise ValueError(f"shard {self.path!r}: wrong number of block digests")
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class ReceiptSegment:
+    """The receipts of the updates that led from an earlier generation to this one."""
+
+    path: str
+    size: Count
+    digest: Digest
+    first: Positive
+    """First update."""
+    last: Positive
+    """Last update."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class GenerationHeader:
+    """What all ranks must agree on about a generation before it may be published."""
+
+    format: Literal[1]
+    run_id: RunId
+    number: Positive
+    attempt: Positive
+    claim: Claim
+    ranks: Positive
+    position: DataPosition
+    plan: PlanIdentity
+    layout: StateLayout
+    values: dict[str, Any]
+    """State that is no tensor, as JSON."""
+    environment: dict[str, str]
+    """The environment fingerprint, fact by fact."""
+    receipt_tip: Digest
+    """Digest of the last receipt, or of the run's identity where there is none yet."""
+    receipts: ReceiptSegment | None
+    """None where no update has been done since the generation before."""
+
+    @property
+    def update(self) -> int:
+        """Optimizer steps that are done."""
+        return self.position.update
+
+    @property
+    def directory(self) -> str:
+        """Where this generation's files lie; no other attempt can share it."""
+        return generation_directory(self.number, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Manifest:
+    """A generation: the header that all ranks agreed on, and every shard."""
+
+    header: GenerationHeader
+    fingerprint: Digest
+    """Of the whole state, as every replica has it; see `coherent_ray.state.fingerprint`."""
+    shards: tuple[ShardRecord, ...]
+
+    def __post_init__(self) -> None:
+        layout, ranks = self.header.layout, self.header.ranks
+        if [s.rank for s in self.shards] != list(range(ranks)):
+            raise ValueError("there is not exactly one shard for each rank, in order")
+        at = 0
+        for shard in self.shards:
+            if shard.start != at or shard.stop < at:
+                raise ValueError(f"shard {shard.path!r} does not begin where the one before ends")
+            if not shard.path.startswith(self.header.directory + "/"):
+                raise ValueError(f"shard {shard.path!r} lies outside its generation")
+            at = shard.stop
+        if at != layout.nbytes:
+            raise ValueError("the shards do not cover the whole state")
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Acknowledgement:
+    """A rank's word that its shard is durable."""
+
+    attempt: Positive
+    number: Positive
+    rank: Count
+    ranks: Positive
+    shard: ShardRecord
+    header_digest: Digest
+    """Digest of the header as this rank sees it."""
+    fingerprint: Digest
+    """Of this rank's whole replica."""
+    tensor_fingerprints: tuple[Hex64, ...]
+    """One a tensor, in layout order: names the first tensor that differs."""
+    header: GenerationHeader | None
+    """The header itself; rank 0 sends it."""
+
+
+def generation_name(number: int, attempt: int) -> str:
+    """Return the name that users see, ``g12-a3``."""
+    return f"g{number}-a{attempt}"
+
+
+def generation_directory(number: int, attempt: int) -> str:
+    """Return a generation's directory, relative to the run's root."""
+    return f"generations/{generation_name(number, attempt)}"
+
+
+def manifest_path(number: int, attempt: int) -> str:
+    """Return a manifest's path, relative to the run's root."""
+    return f"{generation_directory(number, attempt)}/manifest.json"
+
+
+Record = TypeVar("Record")
+
+
+def dump(record: object) -> bytes:
+    """Return a record's canonical JSON."""
+    adapter: TypeAdapter[Any] = TypeAdapter(type(record))
+    return canonical.dump(adapter.dump_python(record, mode="json"))
+
+
+def load(kind: type[Record], data: bytes) -> Record:
+    """Return the record of some bytes from outside.
+
+    Raises:
+        ValueError: The bytes are not canonical JSON of such a record; the message says where.
+    """
+    canonical.load(data)
+    try:
+        return TypeAdapter(kind).validate_json(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where or kind.__name__}: {first['msg']}") from error

@@ -1,0 +1,1 @@
+"""What every rank reads next: dataset, order, plan, sources, loader. No Ray."""

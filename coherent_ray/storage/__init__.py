@@ -1,0 +1,1 @@
+"""Durable bytes: the Storage protocol and its backends."""

@@ -1,0 +1,1 @@
+"""Ray Train: session, reduction, admission, coordinator actor, trainer."""

@@ -1,0 +1,1 @@
+"""Ready tasks and data preparation: readable examples, each a file of its own."""
