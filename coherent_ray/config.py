@@ -1,0 +1,411 @@
+"""The configuration: every setting a run has, strict, documented, and checked all at once.
+
+A setting that is not known, has the wrong type or an impossible value is an error that names its
+dotted key, its line and the nearest known key; all errors of a file come together. Nothing here
+imports torch or Ray, and nothing here touches the places that the settings name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from coherent_ray import yaml_text
+from coherent_ray.commit.manifest import Claim, RunId
+from coherent_ray.config_problems import CONFLICT, Problem, as_error, problems_of
+from coherent_ray.digests import SHARD_ALGORITHM, Algorithm
+from coherent_ray.errors import ConfigError
+
+FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
+
+
+def _not_json(value: Any, at: tuple[str | int, ...]) -> Iterator[tuple[str, str]]:
+    """Yield each place in a value from YAML that JSON could not hold."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _not_json(item, (*at, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _not_json(item, (*at, index))
+    elif isinstance(value, float) and not math.isfinite(value):
+        yield yaml_text.dotted(at), f"must be a finite number, not {value}"
+    elif not isinstance(value, str | int | float | None):
+        kind = type(value).__name__
+        yield yaml_text.dotted(at), f"must be a plain value, not a {kind}: {value!r}"
+
+
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
+    _refuse(_not_json(value, ()))
+    return value
+
+
+def _refuse(conflicts: Iterator[tuple[str, str]]) -> None:
+    found = list(conflicts)
+    if found:
+        raise PydanticCustomError(CONFLICT, "settings contradict each other", {"all": found})
+
+
+Positive = Annotated[int, Field(ge=1, lt=2**63)]
+Seconds = Annotated[float, Field(gt=0, le=86_400 * 365, allow_inf_nan=False)]
+Text = Annotated[str, Field(min_length=1)]
+Factory = Annotated[str, Field(pattern=FACTORY_PATTERN)]
+Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
+
+
+class Section(BaseModel):
+    """A part of the configuration: strict, frozen, no unknown keys."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield ``(key below this section, what is wrong)`` of settings that do not fit."""
+        yield from ()
+
+    @model_validator(mode="after")
+    def _check_conflicts(self) -> Self:
+        _refuse(self.conflicts())
+        return self
+
+
+class Run(Section):
+    """Where the run's history lies, and what it promises."""
+
+    root: Text
+    """Directory or file:// address of the run; each run has its own. Relative to the current
+    directory."""
+    run_id: RunId | None = None
+    """Name of the run, kept in its history; null: the root's last part."""
+    claim: Claim = "invariant"
+    """What a resumed run promises. exact: the same bits at the same rank count and environment.
+    invariant: the same bits at any rank count up to data.lanes.
+    statistical: every example once an epoch, sums may round differently."""
+
+
+class Task(Section):
+    """What is trained."""
+
+    factory: Factory
+    """package.module:Name of a class or function that makes the task."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments for the factory."""
+
+
+class Prepare(Section):
+    """A function that makes the data's files before the run, where they are not there yet."""
+
+    factory: Factory
+    """package.module:Name of a function; it must do nothing where its files exist."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments for the function."""
+
+
+class Source(Section):
+    """The files that hold the examples."""
+
+    format: Literal["parquet", "arrow", "tokens"]
+    """parquet or arrow: one example a row. tokens: raw token files, cut into windows."""
+    paths: Annotated[list[Text], Field(min_length=1)]
+    """Files, in order; relative to the current directory."""
+    columns: Annotated[list[Text], Field(min_length=1)] | None = None
+    """Columns to read; all where it is not given."""
+    window: Positive | None = None
+    """Tokens an example; for the format tokens only."""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """Type of a stored token, little-endian; for the format tokens only."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield what only the format tokens has, or lacks."""
+        if self.columns and len(set(self.columns)) < len(self.columns):
+            yield "columns", "names a column twice"
+        if self.format == "tokens":
+            if self.columns is not None:
+                yield "columns", "token files have no columns"
+            for name in ("window", "dtype"):
+                if getattr(self, name) is None:
+                    yield name, "is required for the format tokens"
+            return
+        for name in ("window", "dtype"):
+            if getattr(self, name) is not None:
+                yield name, f"is for the format tokens, not for {self.format}"
+
+
+class Data(Section):
+    """Which examples an update takes. Nothing here depends on the number of workers."""
+
+    source: Source
+    """The files that hold the examples."""
+    prepare: Prepare | None = None
+    """A function that makes these files where they are not there yet."""
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
+    """Decides the order of every epoch, dropout and the initial weights."""
+    global_batch: Positive
+    """Examples an update, over all workers."""
+    lanes: Annotated[int, Field(ge=1, le=65_536)] = 8
+    """Logical shards of every batch; the most workers that the run can ever use."""
+    microbatch: Positive
+    """Examples of one forward and backward pass at most."""
+    prefetch: Annotated[int, Field(ge=0, le=1_024)] = 2
+    """Updates that are read ahead; 0: none."""
+    verify: Literal["content", "structure"] = "content"
+    """How the data is compared on a resume. content: every byte. structure: names, sizes, rows and
+    footers, which misses an edit that keeps them."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield lanes that could never hold an example."""
+        if self.lanes > self.global_batch:
+            yield (
+                "lanes",
+                f"{self.lanes} lanes need a global_batch of {self.lanes} or more, not "
+                f"{self.global_batch}",
+            )
+
+
+class Training(Section):
+    """How long and how the model is trained."""
+
+    updates: Positive | None = None
+    """Optimizer steps of the whole run; give this or epochs."""
+    epochs: Positive | None = None
+    """Passes over the data of the whole run; give this or updates."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Autocast precision of forward and backward; fp16 brings a gradient scaler."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """Largest norm of the gradient; null: no clipping."""
+    threads: Annotated[int, Field(ge=1, le=1_024)] = 1
+    """CPU threads of torch in each worker; part of what decides the bits."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; auto: cuda where cluster.use_gpu is set, else cpu."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a length that is not there, or there twice."""
+        if self.updates is None and self.epochs is None:
+            yield "updates", "is required, or epochs instead"
+        if self.updates is not None and self.epochs is not None:
+            yield "epochs", "cannot be given together with updates"
+
+
+class Optimizer(Section):
+    """AdamW's settings, for tasks that bring no optimizer of their own."""
+
+    lr: Annotated[float, Field(gt=0)] = 3e-4
+    """Learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
+    betas: Annotated[
+        list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
+    ] = [0.9, 0.999]
+    """Decay rates of the two moments."""
+
+
+class Checkpoint(Section):
+    """When generations are saved, and how they are checked."""
+
+    every_updates: Positive = 100
+    """Updates between two generations; the last update always makes one."""
+    digest: Algorithm = SHARD_ALGORITHM
+    """Hash of the shards' blocks. xxh3_128 finds damage; blake3 and sha256 find forgery too."""
+    block_bytes: Annotated[int, Field(ge=4_096, le=2**30, multiple_of=4_096)] = 4 * 2**20
+    """Bytes that share one digest; a multiple of 4096."""
+    verify: Literal["size", "read_back"] = "size"
+    """What is checked before a generation is published. read_back: every byte is read again."""
+    on_damage: Literal["fall_back", "refuse"] = "fall_back"
+    """What a resume does where the latest generation is damaged."""
+    max_failed_saves: Annotated[int, Field(ge=0)] = 3
+    """Failed saves in a row that training survives."""
+    ack_timeout_s: Seconds = 300.0
+    """Seconds from the first worker's acknowledgement until a save without the others fails."""
+
+
+class Cluster(Section):
+    """The Ray cluster, and what a failure may cost."""
+
+    workers: Annotated[int, Field(ge=1, le=65_536)] = 1
+    """Ray Train workers: the rank count."""
+    resources_per_worker: dict[Text, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=lambda: {"CPU": 1.0}
+    )
+    """Ray resources of one worker."""
+    use_gpu: bool = False
+    """One GPU for each worker."""
+    address: Text | None = None
+    """Address of a Ray cluster, or auto; null: a local one is started for the run."""
+    num_cpus: Positive | None = None
+    """CPUs that the local cluster claims to have; null: as many as its workers need."""
+    max_failures: Annotated[int, Field(ge=-1)] = 100
+    """Failures of the worker group that the run survives; -1: without limit."""
+    admission_timeout_s: Seconds = 300.0
+    """Seconds until a worker that has not been admitted is named and given up."""
+    collective_timeout_s: Seconds = 600.0
+    """Seconds until a collective that does not end is given up."""
+    health_check_interval_s: Annotated[float, Field(ge=0.05, le=3600)] = 0.2
+    """Seconds between Ray's looks at the workers: decides how fast a death is seen."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield settings of a local cluster that is not started."""
+        if self.address is not None and self.num_cpus is not None:
+            yield "num_cpus", "is for a local cluster; cluster.address names another"
+
+
+class Config(Section):
+    """A whole configuration."""
+
+    model_config = ConfigDict(title="Coherent Ray configuration")
+
+    run: Run
+    """Where the run's history lies, and what it promises."""
+    task: Task
+    """What is trained."""
+    data: Data
+    """Which examples an update takes."""
+    training: Training
+    """How long and how the model is trained."""
+    optimizer: Optimizer = Optimizer()
+    """AdamW's settings, for tasks that bring no optimizer of their own."""
+    checkpoint: Checkpoint = Checkpoint()
+    """When generations are saved, and how they are checked."""
+    cluster: Cluster = Cluster()
+    """The Ray cluster, and what a failure may cost."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield what contradicts across sections."""
+        if self.cluster.workers > self.data.lanes:
+            yield (
+                "cluster.workers",
+                f"{self.cluster.workers} workers need {self.cluster.workers} lanes or more; "
+                f"data.lanes is {self.data.lanes}",
+            )
+        if self.training.device == "cuda" and not self.cluster.use_gpu:
+            yield "training.device", "cuda needs cluster.use_gpu: true"
+        if self.training.device == "cpu" and self.cluster.use_gpu:
+            yield "training.device", "cpu contradicts cluster.use_gpu: true"
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """Where the workers train, with auto decided."""
+        return "cuda" if self.cluster.use_gpu else "cpu"
+
+    def resolved(self) -> Config:
+        """Return the same configuration with absolute paths; addresses stay as they are."""
+        source = self.data.source
+        paths = [_absolute(path) for path in source.paths]
+        data = self.data.model_copy(update={"source": source.model_copy(update={"paths": paths})})
+        run = self.run.model_copy(update={"root": _absolute(self.run.root)})
+        return self.model_copy(update={"run": run, "data": data})
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """Return the configuration of a YAML file.
+
+    Args:
+        path: The file.
+        overrides: Settings that replace the file's, as ``data.seed=7``; values are YAML.
+
+    Raises:
+        ConfigError: The file cannot be read, or a setting is wrong; names all of them.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"not UTF-8 text: {error.reason}", where=str(path)) from error
+    except OSError as error:
+        raise ConfigError(
+            f"the configuration cannot be read: {error.strerror}",
+            where=str(path),
+            remedy="name a YAML file that exists and is readable",
+        ) from error
+    return parse(text, overrides, where=str(path))
+
+
+def parse(text: str, overrides: Sequence[str] = (), *, where: str = "configuration") -> Config:
+    """Return the configuration of a YAML text.
+
+    Args:
+        text: One YAML document: a mapping of sections.
+        overrides: Settings that replace the text's, as ``data.seed=7``; values are YAML.
+        where: What to call the text in errors.
+
+    Raises:
+        ConfigError: A setting is wrong; names all of them.
+    """
+    document = yaml_text.parse(text, where)
+    if document.value is None:
+        raise ConfigError("the configuration is empty", where=where)
+    if not isinstance(document.value, dict):
+        raise ConfigError("the configuration is not a mapping of sections", where=where)
+    lines: dict[str, int | None] = dict(document.lines)
+    for override in overrides:
+        lines[_apply(document.value, override)] = None
+    return build(document.value, where=where, lines=lines)
+
+
+def build(
+    values: Mapping[str, Any],
+    *,
+    where: str = "configuration",
+    lines: Mapping[str, int | None] | None = None,
+) -> Config:
+    """Return the configuration of plain values, as a YAML file would give them.
+
+    Args:
+        values: Sections by name.
+        where: What to call the values in errors.
+        lines: Line of each dotted key in the file; None for a key that ``--set`` gave.
+
+    Raises:
+        ConfigError: A setting is wrong; names all of them.
+    """
+    try:
+        return Config.model_validate(dict(values))
+    except ValidationError as error:
+        raise as_error(problems_of(error, Config), where, lines or {}) from error
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a configuration file, for editors."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **Config.model_json_schema(),
+    }
+
+
+def _absolute(path: str) -> str:
+    return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _apply(values: dict[str, Any], override: str) -> str:
+    """Put one ``a.b=c`` into the values, and return its dotted key."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise ConfigError(
+            f"the override {override!r} is not of the form section.key=value",
+            where="--set",
+            remedy="write, for example, --set data.seed=7",
+        )
+    value = yaml_text.parse(text, f"--set {override}").value
+    at = values
+    for index, part in enumerate(parts[:-1]):
+        inner = at.setdefault(part, {})
+        if inner is None:
+            inner = at[part] = {}
+        if not isinstance(inner, dict):
+            place = yaml_text.dotted(tuple(parts[: index + 1]))
+            problem = Problem(place, "is not a mapping, so nothing can be set below it")
+            raise as_error([problem], "--set", {})
+        at = inner
+    at[parts[-1]] = value
+    return key.strip()
