@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Sets up, then checks everything: style, types, tests. Stops at the first that fails.
+# Arguments go to pytest: bash scripts/test.sh tests/commit -x
+
+source "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
+cd "$project"
+
+check() {
+    printf '\n== %s\n' "$*"
+    "$python" -m "$@"
+}
+
+check ruff check .
+check ruff format --check .
+check mypy
+check pytest "$@"
