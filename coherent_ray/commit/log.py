@@ -1,0 +1,281 @@
+"""The commit log: the run's only source of truth, one file a record, over any Storage.
+
+Everything rests on one primitive, `Storage.create`, which makes a file that did not exist or says
+`AlreadyExists`. To append is to read to the end and create the next number. Whoever finds the
+number taken reads what is there: its own bytes mean that an answer was lost and the append
+succeeded; another's mean that the log went on, and the rules are asked again.
+
+An attempt that is not the newest is *fenced*: since the attempt that fences it holds a record, and
+records have one order, no process that still believes in the old attempt can get past that record.
+
+`latest.json` is a hint. It says where the end of the log was a while ago, and is never believed.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import uuid
+
+from coherent_ray import canonical
+from coherent_ray.commit.history import History, RecordRefused
+from coherent_ray.commit.records import (
+    AttemptBody,
+    Body,
+    PinBody,
+    PublishBody,
+    Record,
+    RetireBody,
+    decode,
+    encode,
+)
+from coherent_ray.errors import (
+    AlreadyExists,
+    ConfigError,
+    Fenced,
+    LogDamaged,
+    NotFound,
+    SaveFailed,
+    StorageError,
+    WrongRun,
+)
+from coherent_ray.storage.base import Storage
+
+__all__ = [
+    "AttemptBody",
+    "Body",
+    "CommitLog",
+    "History",
+    "PinBody",
+    "PublishBody",
+    "Record",
+    "RetireBody",
+    "record_path",
+]
+
+DIRECTORY = "log"
+HINT = "latest.json"
+_NAME = re.compile(rf"^{DIRECTORY}/(\d{{20}})\.json$")
+#: How often a number may be both taken and unreadable before the storage is called inconsistent.
+_PATIENCE = 3
+
+
+def record_path(seq: int) -> str:
+    """Return where a record lies, relative to the run's root."""
+    return f"{DIRECTORY}/{seq:020d}.json"
+
+
+class CommitLog:
+    """One writer's, or reader's, view of a run's commit log. May be called from any thread."""
+
+    def __init__(self, storage: Storage, writer: str | None = None) -> None:
+        """Make a view; nothing is read yet.
+
+        Args:
+            storage: The run's root.
+            writer: A name that no other writer uses; None: a random one.
+        """
+        self._storage = storage
+        self.writer = writer or uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._known = History()
+
+    def read(self) -> History:
+        """Read and check every record.
+
+        Returns:
+            The history; empty where there is no log.
+
+        Raises:
+            LogDamaged: A record is missing, torn, foreign or out of the chain. `details` has
+                ``readable_until``: the number of the last record before it.
+            StorageError: The storage failed.
+        """
+        history = self._read_on(History(), self._last_listed())
+        with self._lock:
+            if history.seq > self._known.seq:
+                self._known = history
+        return history
+
+    def append(self, body: Body, attempt: int) -> Record:
+        """Append a record on behalf of an attempt, durably and at most once.
+
+        | the next number is | outcome |
+        |---|---|
+        | free | the record is written |
+        | taken by these very bytes | an answer was lost: that record |
+        | taken by another record | the rules are asked again, then the number after it |
+        | taken by a later attempt | `Fenced` |
+
+        A body that the log holds already is not written again: its record is returned.
+
+        Args:
+            body: What to say.
+            attempt: The attempt on whose behalf; for an `AttemptBody`, the one that it opens.
+
+        Raises:
+            Fenced: A later attempt has opened.
+            SaveFailed: The generation cannot be published after what the log holds.
+            ConfigError: The generation cannot be retired or pinned.
+            WrongRun: The log is another run's.
+            LogDamaged: The log cannot be trusted.
+            StorageError: Nothing is known to have been written. The record may yet be found.
+        """
+        with self._lock:
+            self._known = self._refreshed(self._known)
+            while True:
+                if record := self._known.record_of(body):
+                    return record
+                self._check(body, attempt)
+                record = self._known.successor(body, self.writer)
+                if self._claim(record):
+                    self._known = self._known.extended([record])
+                    return record
+                self._known = self._read_on(self._known, record.seq)
+
+    def open_attempt(self, run_id: str, token: str) -> Record:
+        """Open the next attempt, whatever its number; every older attempt is fenced.
+
+        Args:
+            run_id: Whose attempt.
+            token: Unique to this opening. Called again with it, the same record is returned.
+
+        Raises:
+            WrongRun: The log is another run's.
+            LogDamaged: The log cannot be trusted.
+            StorageError: As for `append`.
+        """
+        while True:
+            history = self.read()
+            opened = next((a for a in history.attempts if a.token == token), None)
+            body = opened or AttemptBody(attempt=history.attempt + 1, run_id=run_id, token=token)
+            try:
+                return self.append(body, body.attempt)
+            except Fenced:
+                continue  # someone else opened that number in between: take the next one
+
+    def refresh_hint(self, history: History) -> bool:
+        """Write `latest.json`; where that fails, nothing is lost but time.
+
+        Returns:
+            Whether it was written.
+        """
+        tip = history.records[-1] if history.records else None
+        latest = history.latest
+        hint = {
+            "attempt": history.attempt,
+            "digest": tip.digest if tip else None,
+            "generation": latest.name if latest else None,
+            "run_id": history.run_id,
+            "seq": history.seq,
+            "update": latest.update if latest else None,
+        }
+        try:
+            self._storage.replace(HINT, canonical.dump(hint))
+        except StorageError:
+            return False
+        return True
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def _refreshed(self, known: History) -> History:
+        # The first look is a whole one, so that a gap is found; later ones read what is new.
+        return self._read_on(known, known.seq if known.records else self._last_listed())
+
+    def _last_listed(self) -> int:
+        names = (_NAME.match(entry.path) for entry in self._storage.list(DIRECTORY))
+        return max((int(name[1]) for name in names if name), default=0)
+
+    def _read_on(self, history: History, at_least: int) -> History:
+        """Read from a history's end to the log's, which is not before record `at_least`."""
+        records: list[Record] = []
+        while True:
+            seq = history.seq + len(records) + 1
+            try:
+                records.append(decode(self._storage.read(record_path(seq))))
+            except NotFound:
+                if seq <= at_least:
+                    raise _damaged(seq, "the record is missing, but later ones exist") from None
+                break
+            except ValueError as error:
+                raise _damaged(seq, f"the record is damaged: {error}") from error
+        try:
+            return history.extended(records)
+        except RecordRefused as error:
+            raise _damaged(error.seq, f"the record does not belong here: {error}") from error
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def _check(self, body: Body, attempt: int) -> None:
+        """Ask every rule that stands between a body and the end of the log."""
+        known = self._known
+        if known.attempt > attempt:
+            raise _fenced(attempt, known)
+        if isinstance(body, AttemptBody):
+            if known.run_id not in {None, body.run_id}:
+                raise _wrong_run(str(known.run_id), body.run_id)
+            if known.attempt == attempt:
+                raise _fenced(attempt, known)
+        elif known.attempt < attempt:
+            raise _damaged(known.seq + 1, f"the record that opened attempt {attempt} is gone")
+        if reason := known.refusal(body):
+            if isinstance(body, PublishBody):
+                raise SaveFailed(reason, where=body.name)
+            raise ConfigError(reason, where=DIRECTORY)
+
+    def _claim(self, record: Record) -> bool:
+        """Create a record's file, and return whether the number is this record's now."""
+        path, data = record_path(record.seq), encode(record)
+        for _ in range(_PATIENCE):
+            try:
+                self._storage.create(path, data)
+            except AlreadyExists:
+                stored = self._stored(path)
+                if stored is not None:
+                    return stored == data
+            except StorageError:
+                # The answer may be lost and the record written. If it is there, ask once more:
+                # only `AlreadyExists`, next time round, says that it is durable as well.
+                if self._stored(path) != data:
+                    raise
+            else:
+                return True
+        raise StorageError(
+            "the storage does not say whether the record is durable",
+            where=path,
+            remedy="Look at the storage; the record is found at the next read if it is there.",
+        )
+
+    def _stored(self, path: str) -> bytes | None:
+        try:
+            return self._storage.read(path)
+        except NotFound:
+            return None
+
+
+def _damaged(seq: int, what: str) -> LogDamaged:
+    return LogDamaged(
+        what,
+        where=record_path(seq),
+        remedy=f"Put the file back from a copy of the run; records up to {seq - 1} can be read.",
+        details={"readable_until": seq - 1},
+    )
+
+
+def _fenced(attempt: int, history: History) -> Fenced:
+    current = history.attempt
+    return Fenced(
+        f"attempt {attempt} is over: attempt {current} has opened",
+        where=f"run {history.run_id}",
+        remedy="Let this process end; the later attempt goes on from what is published.",
+        details={"attempt": attempt, "current": current},
+    )
+
+
+def _wrong_run(stored: str, wanted: str) -> WrongRun:
+    return WrongRun(
+        f"the log belongs to run {stored!r}, not to run {wanted!r}",
+        where=DIRECTORY,
+        remedy="Give each run a root of its own, or name the run that is stored here.",
+        details={"stored": stored, "wanted": wanted},
+    )

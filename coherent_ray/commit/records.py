@@ -1,0 +1,170 @@
+"""The records of the commit log: attempt, publish, retire, pin; and their bytes. No I/O.
+
+A record names the record before it by digest, so the log is a chain. Its file also carries a digest
+of the record itself, so that no byte of the newest record, which nothing names yet, can change
+unseen. Bytes that are not exactly what `encode` would make are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+
+from coherent_ray import canonical
+from coherent_ray.commit.manifest import (
+    FORMAT,
+    Count,
+    Positive,
+    ReceiptSegment,
+    RunId,
+    generation_name,
+    manifest_path,
+)
+from coherent_ray.digests import Digest, digest_of
+
+_STRICT = ConfigDict(strict=True, extra="forbid")
+
+Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$")]
+Kind = Literal["attempt", "publish", "retire", "pin"]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class AttemptBody:
+    """An attempt opens: from here on, no older attempt can publish."""
+
+    attempt: Positive
+    run_id: RunId
+    token: Token
+    """Unique to this opening: whoever repeats it after a lost answer finds it by this."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class PublishBody:
+    """The commit point of a generation."""
+
+    number: Positive
+    attempt: Positive
+    update: Count
+    """Optimizer steps that are done in it."""
+    epoch: Count
+    manifest: str
+    """Path of the manifest, relative to the run's root."""
+    manifest_size: Positive
+    """Bytes."""
+    manifest_digest: Digest
+    receipts: ReceiptSegment | None
+
+    def __post_init__(self) -> None:
+        if self.manifest != manifest_path(self.number, self.attempt):
+            raise ValueError(f"the manifest of {self.name} cannot be {self.manifest!r}")
+
+    @property
+    def name(self) -> str:
+        """The generation's name, ``g12-a3``."""
+        return generation_name(self.number, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class RetireBody:
+    """A published generation is given up: from here on, its files may be deleted."""
+
+    number: Positive
+    attempt: Positive
+    """The attempt that published it."""
+
+    @property
+    def name(self) -> str:
+        """The generation's name, ``g12-a3``."""
+        return generation_name(self.number, self.attempt)
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class PinBody:
+    """A published generation is kept whatever retention says, or no longer so."""
+
+    number: Positive
+    attempt: Positive
+    """The attempt that published it."""
+    pinned: bool
+
+    @property
+    def name(self) -> str:
+        """The generation's name, ``g12-a3``."""
+        return generation_name(self.number, self.attempt)
+
+
+Body = AttemptBody | PublishBody | RetireBody | PinBody
+_KINDS: dict[type, Kind] = {
+    AttemptBody: "attempt",
+    PublishBody: "publish",
+    RetireBody: "retire",
+    PinBody: "pin",
+}
+
+
+def kind_of(body: Body) -> Kind:
+    """Return the kind of record that a body makes."""
+    return _KINDS[type(body)]
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class Record:
+    """One record of the commit log."""
+
+    seq: Positive
+    previous: Digest | None
+    """Digest of the record before it; None in the first."""
+    writer: Token
+    """Unique to its writer: tells one's own record from another's."""
+    kind: Kind
+    body: Body
+
+    def __post_init__(self) -> None:
+        if self.kind != kind_of(self.body):
+            raise ValueError(f"kind {self.kind!r} with the body of {kind_of(self.body)!r}")
+        if (self.seq == 1) != (self.previous is None):
+            raise ValueError("the first record, and no other, has none before it")
+
+    @property
+    def digest(self) -> Digest:
+        """Digest of the record's canonical JSON: what the next record calls `previous`."""
+        return digest_of(_canonical(self))
+
+
+_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def encode(record: Record) -> bytes:
+    """Return the bytes of a record's file: canonical JSON of the record and its digest."""
+    value = _ADAPTER.dump_python(record, mode="json")
+    return canonical.dump({"digest": canonical.digest(value), "format": FORMAT, "record": value})
+
+
+def decode(data: bytes) -> Record:
+    """Return the record of a file's bytes, which must be exactly what `encode` makes of it.
+
+    Raises:
+        ValueError: They are not; the message says why.
+    """
+    value = canonical.load(data)
+    if not isinstance(value, dict) or set(value) != {"digest", "format", "record"}:
+        raise ValueError("it is not a record with its digest")
+    if value["format"] != FORMAT:
+        raise ValueError(f"it has format {value['format']!r}, this version reads {FORMAT}")
+    if canonical.dump(value) != data:
+        raise ValueError("it is not canonical JSON")
+    inner = canonical.dump(value["record"])
+    if digest_of(inner) != value["digest"]:
+        raise ValueError("the record does not hash to the digest beside it")
+    try:
+        return _ADAPTER.validate_json(inner)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ValueError(f"{where}: {first['msg']}") from error
+
+
+def _canonical(record: Record) -> bytes:
+    return canonical.dump(_ADAPTER.dump_python(record, mode="json"))
