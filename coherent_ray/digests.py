@@ -7,6 +7,7 @@ algorithm than the one that made it. Nothing else in the project calls a hash li
 from __future__ import annotations
 
 import hashlib
+import re
 from typing import Annotated, Literal, Protocol
 
 import blake3 as _blake3
@@ -68,8 +69,8 @@ def algorithm_of(digest: Digest) -> Algorithm:
     Raises:
         ValueError: The string is not a digest.
     """
-    name = digest.partition(":")[0]
-    for algorithm in ALGORITHMS:
-        if name == algorithm:
-            return algorithm
+    if re.fullmatch(DIGEST_PATTERN, digest):
+        for algorithm in ALGORITHMS:
+            if digest.startswith(f"{algorithm}:"):
+                return algorithm
     raise ValueError(f"not a digest: {digest!r}")
