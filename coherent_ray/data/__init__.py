@@ -1,1 +1,4 @@
-"""What every rank reads next: dataset, order, plan, sources, loader. No Ray."""
+"""What every rank reads next: the dataset's identity, the order, the plan, the batches.
+
+No Ray here, and no torch: a batch is what the task's ``collate`` makes of arrays and lists.
+"""
