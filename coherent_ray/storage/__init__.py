@@ -1,1 +1,45 @@
 """Durable bytes: the Storage protocol and its backends."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from coherent_ray.errors import ConfigError
+from coherent_ray.storage.base import Entry, Storage, Writer
+from coherent_ray.storage.local import LocalStorage
+
+__all__ = ["Entry", "LocalStorage", "Storage", "Writer", "open_storage"]
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
+
+
+def open_storage(uri: str) -> Storage:
+    """Return the storage that an address names; nothing is read or made yet.
+
+    Args:
+        uri: A path, absolute, relative or under ``~``, or ``file:///an/absolute/path``.
+
+    Raises:
+        ConfigError: The address names no place that this version can use.
+    """
+    if not uri.strip() or "\0" in uri:
+        raise ConfigError("the root is empty or not a path", where=repr(uri))
+    scheme = _SCHEME.match(uri)
+    if scheme is None:
+        return LocalStorage(Path(uri).expanduser())
+    if scheme[1].lower() != "file":
+        raise ConfigError(
+            "object stores are not supported by this version",
+            where=uri,
+            remedy="Use a path on a POSIX file system that every node of the cluster can reach.",
+        )
+    parts = urlsplit(uri)
+    if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
+        raise ConfigError(
+            "a file address has no host and an absolute path",
+            where=uri,
+            remedy="Write file:///an/absolute/path, or the path alone.",
+        )
+    return LocalStorage(unquote(parts.path))

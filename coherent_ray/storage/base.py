@@ -1,12 +1,15 @@
 """The Storage protocol: bytes that are durable. Eight verbs, and nothing about runs or tensors.
 
 A path is relative to the storage's root, POSIX style (``log/00000000000000000001.json``), made of
-plain names: no ``..``, no leading slash, no backslash, no empty part. A verb that returns has made
-its effect durable, the directory entries that lead to it too: what it did survives a power cut. All
-verbs may be called from any thread.
+plain names: no ``..``, no leading slash, no backslash, no empty part, none of the storage's own
+temporary names. A verb that returns has made its effect durable, the directory entries that lead to
+it too: what it did survives a power cut. `AlreadyExists` is a promise as well: what it met is
+durable. All verbs may be called from any thread.
 
 Errors are those of `coherent_ray.errors`: `NotFound`, `AlreadyExists`, `StorageFull`, or
-`StorageError` with the path and the operating system's reason.
+`StorageError` with the path and the operating system's reason. ``details["errno"]`` has the symbol
+of the operating system's error where there is one; ``EIO`` from a read means that the medium has
+lost these bytes, any other that nobody could look.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ class Storage(Protocol):
         | the name is | outcome |
         |---|---|
         | free | the file exists with exactly these bytes |
-        | taken, whoever took it | `AlreadyExists`; what is stored is untouched |
+        | taken, whoever took it | `AlreadyExists`; what is stored is untouched, and durable |
         | free, and the machine dies | afterwards the file is absent, or whole |
         | free, and the answer is lost (object stores) | `StorageError`; the caller reads back |
 
@@ -135,6 +138,16 @@ def checked_path(path: str) -> str:
     """
     parts = path.split("/")
     legal = all(part not in {"", ".", ".."} and not set(part) & set("\\\0\n") for part in parts)
-    if not legal:
+    if not legal or not _encodable(path):
         raise StorageError("the path is not made of plain names", where=repr(path))
+    if any(part.startswith(TEMPORARY_PREFIX) for part in parts):
+        raise StorageError(f"names in {TEMPORARY_PREFIX!r} are the storage's own", where=repr(path))
     return path
+
+
+def _encodable(path: str) -> bool:
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -27,7 +27,7 @@ class MemoryStorage:
 
     def create(self, path: str, data: Buffer) -> None:
         """Make a file that did not exist; see `Storage.create`."""
-        _own(path)
+        checked_path(path)
         with self._lock:
             if path in self.files:
                 raise AlreadyExists("the name is taken", where=path)
@@ -36,17 +36,14 @@ class MemoryStorage:
 
     def replace(self, path: str, data: Buffer) -> None:
         """Make or overwrite a file; see `Storage.replace`."""
-        _own(path)
+        checked_path(path)
         with self._lock:
             self._refuse_mixture(path)
             self.files[path] = bytes(data)
 
     def open_writer(self, path: str) -> MemoryWriter:
         """Begin a file under a name that is free; see `Storage.open_writer`."""
-        _own(path)
-        if path in self.files:
-            raise AlreadyExists("the name is taken", where=path)
-        return MemoryWriter(self, path)
+        return MemoryWriter(self, checked_path(path))
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
         """Return a range of a file; see `Storage.read`."""
@@ -69,16 +66,17 @@ class MemoryStorage:
         start = checked_path(prefix) + "/" if prefix else ""
         with self._lock:
             found = sorted((p, len(d)) for p, d in self.files.items() if p.startswith(start))
-        yield from (Entry(path, size) for path, size in found)
+        hidden = f"/{TEMPORARY_PREFIX}"
+        yield from (Entry(path, size) for path, size in found if hidden not in f"/{path}")
 
     def delete(self, path: str) -> None:
         """Remove a file; nothing happens where there is none."""
-        _own(path)
+        checked_path(path)
         with self._lock:
             self.files.pop(path, None)
 
     def _file(self, path: str) -> bytes:
-        _own(path)
+        checked_path(path)
         try:
             return self.files[path]
         except KeyError:
@@ -122,10 +120,3 @@ class MemoryWriter:
         trace: TracebackType | None,
     ) -> None:
         self._data = None
-
-
-def _own(path: str) -> str:
-    """Return a legal path that is not one of the storage's own."""
-    if any(part.startswith(TEMPORARY_PREFIX) for part in checked_path(path).split("/")):
-        raise StorageError("the name belongs to the storage itself", where=path)
-    return path

@@ -1,0 +1,271 @@
+"""Storage in a directory of a POSIX file system: what returned survives a power cut.
+
+The order is everything. Bytes are written to a temporary file and synced; then the file gets its
+name by ``link(2)``, which fails where the name is taken; then the directory is synced, since a name
+lives in its directory and not in its file. A directory that is new is itself only a name in the one
+above, which is synced too. No shortcut that a particular file system would forgive is taken.
+
+Symbolic links under the root are never followed: a path cannot leave the root. The root itself may
+be reached through one.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from coherent_ray.digests import Buffer
+from coherent_ray.errors import AlreadyExists, NotFound, StorageError
+from coherent_ray.storage.base import TEMPORARY_PREFIX, Entry, checked_path
+from coherent_ray.storage.directories import Directories
+from coherent_ray.storage.reasons import explained
+
+
+class LocalStorage:
+    """A directory; it is made by the first write, and reading an absent one finds nothing."""
+
+    def __init__(self, root: str | Path) -> None:
+        """Name the root; nothing is touched yet.
+
+        Args:
+            root: The directory; a relative one is taken from the current directory, now.
+        """
+        self._root = Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
+        self._directories = Directories(self._root)
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+        # What this process knows to be durable is not known elsewhere.
+        return LocalStorage, (str(self._root),)
+
+    @property
+    def uri(self) -> str:
+        """The root's absolute path."""
+        return str(self._root)
+
+    def create(self, path: str, data: Buffer) -> None:
+        """Make a file that did not exist, atomically and durably; see `Storage.create`."""
+        with self.open_writer(path) as writer:
+            writer.write(data)
+            writer.finish()
+
+    def replace(self, path: str, data: Buffer) -> None:
+        """Make or overwrite a file atomically and durably; see `Storage.replace`."""
+        with self._new_file(path) as file:
+            file.write(data)
+            file.rename()
+
+    def open_writer(self, path: str) -> LocalWriter:
+        """Begin a large file under a name that is free; see `Storage.open_writer`."""
+        return self._new_file(path)
+
+    def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
+        """Return a range of a file; see `Storage.read`."""
+        with self._open(path) as file, explained(self._where(path)):
+            wanted = max(os.fstat(file).st_size - start, 0)
+            buffer = bytearray(wanted if length is None else min(length, wanted))
+            return bytes(buffer[: _read_full(file, start, memoryview(buffer))])
+
+    def read_into(self, path: str, start: int, target: memoryview) -> int:
+        """Fill a buffer from a file; see `Storage.read_into`."""
+        with self._open(path) as file, explained(self._where(path)):
+            return _read_full(file, start, target.cast("B"))
+
+    def size(self, path: str) -> int:
+        """Return a file's size in bytes."""
+        with self._open(path) as file:
+            return os.fstat(file).st_size
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """Yield the files under a directory, in order of path; see `Storage.list`."""
+        return self._walk(checked_path(prefix).split("/") if prefix else [])
+
+    def delete(self, path: str) -> None:
+        """Remove a file durably; nothing happens where there is none."""
+        *above, name = checked_path(path).split("/")
+        with explained(self._where(path)):
+            try:
+                directory = self._directories.open(above)
+            except FileNotFoundError:
+                return
+            try:
+                with suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory)
+                # Also where it was gone already: whoever removed it may not have come this far.
+                os.fsync(directory)
+            finally:
+                os.close(directory)
+
+    def _where(self, path: str) -> str:
+        return str(self._root / path)
+
+    def _new_file(self, path: str) -> LocalWriter:
+        *above, name = checked_path(path).split("/")
+        with explained(self._where(path)):
+            return LocalWriter(self._directories.open(above, make=True), name, self._where(path))
+
+    @contextmanager
+    def _open(self, path: str) -> Iterator[int]:
+        """Open a regular file for reading, and close it."""
+        *above, name = checked_path(path).split("/")
+        where = self._where(path)
+        with explained(where):
+            directory = self._directories.open(above)
+            try:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+                file = os.open(name, flags, dir_fd=directory)
+            finally:
+                os.close(directory)
+        try:
+            if not stat.S_ISREG(os.fstat(file).st_mode):
+                raise NotFound("there is something here, but it is no file", where=where)
+            yield file
+        finally:
+            os.close(file)
+
+    def _walk(self, above: Sequence[str]) -> Iterator[Entry]:
+        try:
+            with explained(self._where("/".join(above))):
+                found = self._directories.scan(above)
+        except NotFound:
+            return  # it holds nothing, or was removed while we walked
+        for name, size in found:
+            if name.startswith(TEMPORARY_PREFIX):
+                continue
+            if size is None:
+                yield from self._walk([*above, name])
+            else:
+                yield Entry("/".join([*above, name]), size)
+
+
+class LocalWriter:
+    """A file that is being written under a temporary name in its directory."""
+
+    def __init__(self, directory: int, name: str, where: str) -> None:
+        """Take over a directory's descriptor, and begin the file in it.
+
+        Args:
+            directory: Descriptor; closed with the writer.
+            name: The name that the file gets.
+            where: The file's absolute path, for messages.
+        """
+        self._directory = directory
+        self._name = name
+        self._where = where
+        self._temporary = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        self._named = False
+        self._file = -1
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._file = os.open(self._temporary, flags, 0o666, dir_fd=directory)
+        except OSError:
+            os.close(directory)
+            raise
+
+    def write(self, data: Buffer, /) -> None:
+        """Append bytes.
+
+        Raises:
+            StorageFull: No space is left.
+            StorageError: The operating system refused, or the writer is closed.
+        """
+        self._refuse_closed()
+        rest = memoryview(data).cast("B")
+        with explained(self._where):
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+
+    def finish(self) -> None:
+        """Make the file durable, give it its name, and make that durable.
+
+        Raises:
+            AlreadyExists: The name is taken; what has it is durable.
+        """
+        self._refuse_closed()
+        with explained(self._where):
+            # A sync that failed is never asked again: the kernel may have dropped what it could not
+            # write, and would say yes. The file goes, unnamed.
+            os.fsync(self._file)
+            free = self._link()
+            self._named = True
+            os.unlink(self._temporary, dir_fd=self._directory)
+            # The name, and that the temporary one is gone, in one. A power cut before this leaves
+            # the name absent or whole, since the bytes were synced before there was a name.
+            os.fsync(self._directory)
+        self._close()
+        if not free:
+            raise AlreadyExists("the name is taken", where=self._where)
+
+    def rename(self) -> None:
+        """Make the file durable and put it in the place of whatever has its name."""
+        self._refuse_closed()
+        with explained(self._where):
+            os.fsync(self._file)
+            os.rename(
+                self._temporary,
+                self._name,
+                src_dir_fd=self._directory,
+                dst_dir_fd=self._directory,
+            )
+            self._named = True
+            os.fsync(self._directory)
+        self._close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._close()
+
+    def _link(self) -> bool:
+        """Give the file its name, and return whether that was free."""
+        try:
+            os.link(
+                self._temporary,
+                self._name,
+                src_dir_fd=self._directory,
+                dst_dir_fd=self._directory,
+                follow_symlinks=False,
+            )
+        except FileExistsError:
+            # A network file system may have lost its answer and asked twice. Then the name that is
+            # taken is this very file's, which has two names now.
+            return os.fstat(self._file).st_nlink == 2
+        return True
+
+    def _refuse_closed(self) -> None:
+        if self._file < 0:
+            raise StorageError("the file is closed", where=self._where)
+
+    def _close(self) -> None:
+        if self._file < 0:
+            return
+        file, self._file = self._file, -1
+        try:
+            if not self._named:
+                # Best effort: a temporary file that stays is never listed and never read.
+                with suppress(OSError):
+                    os.unlink(self._temporary, dir_fd=self._directory)
+            os.close(file)
+        finally:
+            os.close(self._directory)
+
+
+def _read_full(file: int, start: int, target: memoryview) -> int:
+    done = 0
+    while done < target.nbytes:
+        count = os.preadv(file, [target[done:]], start + done)
+        if count == 0:
+            break
+        done += count
+    return done
