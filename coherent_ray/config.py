@@ -299,10 +299,18 @@ class Config(Section):
         return "cuda" if self.cluster.use_gpu else "cpu"
 
     def resolved(self) -> Config:
-        """Return the same configuration with absolute paths; addresses stay as they are."""
-        source = self.data.source
-        paths = [_absolute(path) for path in source.paths]
-        data = self.data.model_copy(update={"source": source.model_copy(update={"paths": paths})})
+        """Return the same configuration with absolute paths; addresses stay as they are.
+
+        An argument of `data.prepare` that names one of the data's paths goes with it, since both
+        mean one file. Workers have other current directories than the user.
+        """
+        source, prepare = self.data.source, self.data.prepare
+        names = {path: _absolute(path) for path in source.paths}
+        paths = [names[path] for path in source.paths]
+        source = source.model_copy(update={"paths": paths})
+        if prepare is not None:
+            prepare = prepare.model_copy(update={"args": _renamed(prepare.args, names)})
+        data = self.data.model_copy(update={"source": source, "prepare": prepare})
         run = self.run.model_copy(update={"root": _absolute(self.run.root)})
         return self.model_copy(update={"run": run, "data": data})
 
@@ -384,6 +392,14 @@ def schema() -> dict[str, Any]:
 
 def _absolute(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
+
+
+def _renamed(value: Any, names: Mapping[str, str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _renamed(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_renamed(item, names) for item in value]
+    return names.get(value, value) if isinstance(value, str) else value
 
 
 def _apply(values: dict[str, Any], override: str) -> str:
