@@ -1,0 +1,311 @@
+"""The canonical reduction: the gradient of an update, summed over lanes along one fixed tree.
+
+The sum has the same bits at every rank count from 1 to ``lanes``. The tree is `lanes`'; this room
+drives it: a rank's lanes are summed as they come, then all ranks vote (`vote`), then the nodes
+that ranks hold whole are exchanged (`exchange`). torch.distributed, no Ray.
+
+One update::
+
+    reducer.begin(update)
+    for lane in the lanes that this rank carries and that have examples, in order:
+        ... forward and backward of its microbatches ...
+        reducer.lane_done(lane)
+    reduced = reducer.finish(losses, counts, wishes)
+
+A rank that raises anywhere before `finish` calls `abort` instead: it votes too, and every rank
+raises one `TrainingFailed` that names it. Errors of the collectives themselves (a peer died) are
+torch's and are not caught here: who restarts the group wants to see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+from coherent_ray import canonical
+from coherent_ray.train.buffers import LaneBuffers
+from coherent_ray.train.exchange import Exchange
+from coherent_ray.train.gradients import FlatGradients, FlatLayout, clear, touched_now
+from coherent_ray.train.lanes import Carry, lanes_of, tree_sum
+from coherent_ray.train.vote import Ballot, Outcome, VoteShape, disagreement, failure
+
+#: Bytes of a failed rank's reason that reach the others.
+REASON_BYTES = 2048
+#: Hex digits of the contents' digest that fit exactly into a float64.
+_CONTENTS_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """What an update came to; the gradients are in the parameters' ``.grad``, not yet divided."""
+
+    loss_sum: float
+    """Sum over all accepted examples or tokens, float64, along the same tree."""
+    count: int
+    """Examples or tokens that it is over."""
+    wishes: int
+    """The union of all ranks' wishes."""
+    gradients: tuple[Tensor, ...]
+    """The memory behind every ``.grad``, one 1-D tensor a dtype: divide or clip it at once.
+
+    Between the parameters, and where a parameter was not touched, it holds zeros.
+    """
+
+
+class LaneReducer:
+    """One rank's side of the reduction. Not thread-safe; used once an update."""
+
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, Parameter]],
+        lanes: int,
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Lay out the gradients of a model.
+
+        Args:
+            parameters: Names and parameters, in the same order on every rank
+                (``model.named_parameters()``); one that is there twice counts once.
+            lanes: Lanes of every update.
+            rank: This rank.
+            ranks: Number of ranks, at most ``lanes``; at 1 no process group is needed.
+            group: The process group; None: the default one.
+
+        Raises:
+            ValueError: ``rank`` and ``ranks`` do not fit the lanes or the process group.
+            TaskError: The trainable parameters lie on several devices.
+        """
+        if ranks > 1 and (dist.get_rank(group), dist.get_world_size(group)) != (rank, ranks):
+            raise ValueError(
+                f"rank {rank} of {ranks} was asked for, but the process group says rank "
+                f"{dist.get_rank(group)} of {dist.get_world_size(group)}"
+            )
+        self._parameters = list({id(p): (name, p) for name, p in reversed(parameters)}.values())
+        self._parameters.reverse()
+        self._lanes = lanes
+        self._owned = lanes_of(lanes, rank, ranks)
+        self._rank = rank
+        self._ranks = ranks
+        self._group = group
+        self._shape = VoteShape(lanes, len(self._parameters), ranks)
+        self._update = 0
+        self._open = False
+        self.bytes_sent = 0
+        """Gradient bytes that this rank has sent to others, over all updates."""
+        self._device = next((p.device for _, p in self._parameters), torch.device("cpu"))
+        self._exchanger: Exchange | None = None
+        self._result: FlatGradients | None = None
+        self._build()
+
+    @property
+    def owned(self) -> range:
+        """The lanes that this rank carries."""
+        return self._owned
+
+    def begin(self, update: int) -> None:
+        """Start an update: drop every ``.grad``, the last result too.
+
+        Args:
+            update: Its number; all ranks must be at the same.
+        """
+        if self._trainable() != self._layout.trainable:
+            clear(self._layout)
+            self._build()
+        clear(self._layout)
+        self._reset()
+        self._update = update
+        self._open = True
+
+    def lane_done(self, lane: int) -> None:
+        """Take the ``.grad`` of all parameters as a lane's gradient, and clear them.
+
+        Lanes come in ascending order. A lane without examples is simply not named; a
+        parameter without ``.grad`` adds nothing.
+
+        Raises:
+            ValueError: The lane is not this rank's, or it came out of order.
+            TaskError: A gradient is sparse.
+            RuntimeError: No update has begun.
+        """
+        if not self._open:
+            raise RuntimeError("lane_done was called outside an update; call begin first")
+        if lane not in self._owned or lane < self._carry.next:
+            raise ValueError(f"lane {lane} is not due: {self._owned} from {self._carry.next} on")
+        self._skip_to(lane)
+        touched = touched_now(self._layout)
+        additions = self._carry.arrive(lane, present=bool(touched))
+        if not touched:
+            return
+        self._present.append(lane)
+        self._touched.update(touched)
+        # The first addition is done in place, straight from the gradients: no copy for this lane.
+        if not additions:
+            self._held.append(self._taken())
+        self._held[-1].take(add=additions > 0)
+        self._merge(additions - 1)
+
+    def finish(
+        self, losses: Mapping[int, float], counts: Mapping[int, int], wishes: int = 0
+    ) -> Reduced:
+        """Vote, exchange, and leave the sum over all lanes in the parameters' ``.grad``.
+
+        A parameter that no lane touched gets None. All ranks must call this (or `abort`).
+
+        Args:
+            losses: For each lane of this rank with examples, the sum of their losses.
+            counts: For each such lane, the examples or tokens that the sum is over.
+            wishes: Bits, below ``2 ** WISH_BITS``; the result has the union.
+
+        Raises:
+            TrainingFailed: A rank failed, or the ranks are not at the same update.
+        """
+        try:
+            ballot = self._ballot(losses, counts, wishes)
+        except Exception as error:
+            self.abort(f"{type(error).__name__}: {error}")
+        outcome = self._vote(ballot, "")
+        self._open = False
+        gradients = self._exchange(outcome)
+        return Reduced(
+            loss_sum=tree_sum(outcome.losses),
+            count=sum(outcome.counts),
+            wishes=outcome.wishes,
+            gradients=gradients,
+        )
+
+    def abort(self, reason: str) -> NoReturn:
+        """Vote that this rank failed; then every rank raises, this one too.
+
+        Args:
+            reason: What happened here; the first `REASON_BYTES` bytes reach all ranks.
+
+        Raises:
+            TrainingFailed: Always; it names every rank that failed, and why.
+        """
+        self._open = False
+        none = [False] * len(self._parameters)
+        ballot = Ballot(self._update, self._contents, {}, {}, (), none, 0, failed=True)
+        self._vote(ballot, reason)
+        raise AssertionError("a failed vote always raises")
+
+    def sync_buffers(self, buffers: LaneBuffers) -> None:
+        """End an update of the model's buffers: every rank gets what lane 0 left.
+
+        All ranks must call this, or none.
+        """
+        buffers.finish(self._rank, self._ranks, self._group)
+
+    # --- one update -------------------------------------------------------------------------------
+
+    def _ballot(
+        self, losses: Mapping[int, float], counts: Mapping[int, int], wishes: int
+    ) -> Ballot:
+        """Close the lanes, and make all that can fail locally fail before the vote."""
+        if not self._open:
+            raise RuntimeError("finish was called outside an update; call begin first")
+        strangers = sorted(lane for lane in {*losses, *counts} if lane not in self._owned)
+        if strangers:
+            raise ValueError(f"lanes {strangers} are not carried by rank {self._rank}")
+        self._skip_to(self._owned.stop)
+        if not self._held:
+            self._result = self._taken()
+        if self._ranks > 1 and self._exchanger is None:
+            self._exchanger = Exchange(
+                self._layout, self._lanes, self._rank, self._ranks, self._group
+            )
+        touched = [index in self._touched for index in range(len(self._parameters))]
+        ballot = Ballot(
+            self._update, self._contents, losses, counts, self._present, touched, wishes, False
+        )
+        self._shape.encode(ballot, self._rank)
+        return ballot
+
+    def _vote(self, ballot: Ballot, reason: str) -> Outcome:
+        values = self._shape.encode(ballot, self._rank)
+        if self._ranks > 1:
+            vector = torch.tensor(values, dtype=torch.float64, device=self._device)
+            dist.all_reduce(vector, group=self._group)
+            values = vector.tolist()
+        outcome = self._shape.decode(values)
+        if outcome.failed:
+            raise failure(self._update, self._reasons(outcome.failed, reason))
+        for what, said in (("update", outcome.updates), ("parameters", outcome.contents)):
+            if len(set(said)) > 1:
+                raise disagreement(what, said)
+        return outcome
+
+    def _reasons(self, failed: Sequence[int], reason: str) -> dict[int, str]:
+        """Bring the failed ranks' reasons to all; every rank is here, as all have voted."""
+        if self._ranks == 1:
+            return {0: reason}
+        mine = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
+        texts = torch.empty(self._ranks * REASON_BYTES, dtype=torch.uint8, device=self._device)
+        own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
+        dist.all_gather_single(texts, own, group=self._group)
+        raw = bytes(texts.tolist())
+        cut = {rank: raw[rank * REASON_BYTES : (rank + 1) * REASON_BYTES] for rank in failed}
+        return {rank: text.rstrip(b"\0").decode(errors="ignore") for rank, text in cut.items()}
+
+    def _exchange(self, outcome: Outcome) -> tuple[Tensor, ...]:
+        if self._held:
+            self._result = self._held[0]
+        result = self._result
+        if result is None or not any(outcome.present):
+            return ()
+        if self._exchanger is not None:
+            self.bytes_sent += self._exchanger.run(self._held, outcome.present, result)
+        result.give(outcome.touched)
+        groups = self._layout.groups
+        return tuple(f[: g.items] for f, g in zip(result.flats, groups, strict=True))
+
+    def _skip_to(self, lane: int) -> None:
+        """Let the lanes before one arrive empty, and add what that completes."""
+        while self._carry.next < lane:
+            self._merge(self._carry.arrive(self._carry.next, present=False))
+
+    # --- memory -----------------------------------------------------------------------------------
+
+    def _build(self) -> None:
+        """Lay out what is trainable now; memory is taken when it is first needed."""
+        self._layout = FlatLayout(self._parameters, self._ranks)
+        facts = [self._lanes, self._layout.facts()]
+        self._contents = int(canonical.digest(facts).partition(":")[2][:_CONTENTS_DIGITS], 16)
+        self._exchanger = None
+        self._spare: list[FlatGradients] = []
+        self._clear_update()
+
+    def _clear_update(self) -> None:
+        """Forget the last update, but for its place in the memory."""
+        self._carry = Carry(self._owned, self._lanes)
+        self._held: list[FlatGradients] = []
+        self._result = None
+        self._present: list[int] = []
+        self._touched: set[int] = set()
+
+    def _reset(self) -> None:
+        """Make all memory spare again."""
+        if self._result is not None and self._result not in self._held:
+            self._held.append(self._result)
+        self._spare.extend(self._held)
+        self._clear_update()
+
+    def _taken(self) -> FlatGradients:
+        return self._spare.pop() if self._spare else FlatGradients(self._layout)
+
+    def _merge(self, additions: int) -> None:
+        """Add the top of the stack to what is under it, some times."""
+        for _ in range(additions):
+            done = self._held.pop()
+            self._held[-1].add(done)
+            self._spare.append(done)
+
+    def _trainable(self) -> tuple[int, ...]:
+        return tuple(i for i, (_, p) in enumerate(self._parameters) if p.requires_grad)
