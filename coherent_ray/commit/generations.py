@@ -1,0 +1,343 @@
+"""Generations: what readers ask of a run. Which are there, are they whole, which one to take.
+
+A reader walks back from the newest publish. The manifest must hash to what the log says, and the
+shards must be what the manifest says; what fails is reported by name, and the caller's policy
+decides. Nothing here writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from coherent_ray.commit.history import History
+from coherent_ray.commit.inspection import (
+    REMEDY,
+    is_lost,
+    shard_damage,
+    tensors_between,
+    tensors_in,
+)
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import (
+    GenerationHeader,
+    Manifest,
+    ReceiptSegment,
+    generation_directory,
+    load,
+)
+from coherent_ray.commit.records import PublishBody
+from coherent_ray.commit.references import Reference, parse_reference
+from coherent_ray.digests import algorithm_of, digest_of
+from coherent_ray.errors import Damage, ManifestDamaged, NoGeneration, NotFound, StorageError
+from coherent_ray.storage.base import Storage
+
+__all__ = [
+    "GenerationInfo",
+    "Generations",
+    "OnDamage",
+    "Reference",
+    "Selected",
+    "parse_reference",
+    "tensors_between",
+    "tensors_in",
+]
+
+OnDamage = Literal["fall_back", "refuse"]
+_Infos = list["GenerationInfo"]  # `list` is a method's name in the class below
+_Damages = list[Damage]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationInfo:
+    """One published generation, as the log tells it; its files have not been looked at."""
+
+    publish: PublishBody
+    seq: int
+    """Number of the record that published it."""
+    retired: bool
+    pinned: bool
+    latest: bool
+
+    @property
+    def name(self) -> str:
+        """``g12-a3``."""
+        return self.publish.name
+
+
+@dataclass(frozen=True, slots=True)
+class Selected:
+    """The generation to take, and what was passed over on the way to it."""
+
+    publish: PublishBody
+    manifest: Manifest
+    skipped: tuple[Damage, ...]
+    """Damage of newer generations, newest first."""
+
+
+class Generations:
+    """The generations of the run under one root."""
+
+    def __init__(self, storage: Storage, log: CommitLog | None = None) -> None:
+        """Make a view; nothing is read yet.
+
+        Args:
+            storage: The run's root.
+            log: Its commit log, where the caller has one.
+        """
+        self._storage = storage
+        self._log = log or CommitLog(storage)
+        self._run_id: str | None = None  # never changes once there is one
+
+    def history(self) -> History:
+        """Read the whole commit log; see `CommitLog.read`."""
+        history = self._log.read()
+        self._run_id = history.run_id
+        return history
+
+    def list(self) -> _Infos:
+        """Return every published generation in log order, retired ones too.
+
+        Raises:
+            LogDamaged: The log cannot be trusted.
+            StorageError: The storage failed.
+        """
+        history = self.history()
+        retired, pinned, latest = history.retired, history.pinned, history.latest
+        return [
+            GenerationInfo(
+                publish=body,
+                seq=record.seq,
+                retired=(body.number, body.attempt) in retired,
+                pinned=(body.number, body.attempt) in pinned,
+                latest=body == latest,
+            )
+            for record in history.records
+            if isinstance(body := record.body, PublishBody)
+        ]
+
+    def find(self, reference: str) -> PublishBody:
+        """Return the generation that a reference names: ``g12``, ``12``, ``g12-a3``, ``latest``.
+
+        Args:
+            reference: With or without ``RUN@`` before it; the run is not looked at. A number alone
+                names the generation of that number that was published last.
+
+        Raises:
+            NoGeneration: There is none, or it is retired.
+            LogDamaged: The log cannot be trusted.
+            StorageError: The storage failed.
+        """
+        wanted = parse_reference(reference if "@" in reference else f"@{reference}")
+        history = self.history()
+        if wanted.number is None:
+            found = history.latest
+        else:
+            found = next((p for p in reversed(history.live) if _is_meant(p, wanted)), None)
+        if found is None:
+            raise _no_such(wanted, history)
+        return found
+
+    def manifest(self, publish: PublishBody) -> Manifest:
+        """Read a generation's manifest, and check that it is the one that was published.
+
+        Raises:
+            ManifestDamaged: It is missing, torn, foreign or not what the log says.
+            StorageError: The storage could not be asked.
+        """
+        try:
+            data = self._storage.read(publish.manifest)
+        except NotFound:
+            raise _manifest_damaged(publish, "missing", "the manifest is missing") from None
+        except StorageError as error:
+            if not is_lost(error):
+                raise
+            what = "the manifest cannot be read from the device"
+            raise _manifest_damaged(publish, "unreadable", what) from error
+        if len(data) != publish.manifest_size:
+            what = f"the manifest has {len(data)} bytes instead of {publish.manifest_size}"
+            raise _manifest_damaged(publish, "size", what)
+        if digest_of(data) != publish.manifest_digest:
+            what = "the manifest does not hash to the digest that was published"
+            raise _manifest_damaged(publish, "digest", what)
+        try:
+            manifest = load(Manifest, data)
+        except ValueError as error:
+            raise _manifest_damaged(
+                publish, "content", f"the manifest is wrong: {error}"
+            ) from error
+        run_id = self._run_id or self.history().run_id
+        if contradiction := _foreign(publish, manifest.header, run_id):
+            raise _manifest_damaged(publish, "foreign", contradiction)
+        return manifest
+
+    def verify(self, publish: PublishBody, deep: bool = True) -> _Damages:
+        """Return everything that is wrong with a generation; nothing: it is whole.
+
+        Reports the receipts that led to it, and files that nobody published, as well. ``details``
+        of each has ``kind``: missing, size, digest, content, foreign, unreadable, block, receipts
+        or extra.
+
+        Args:
+            publish: What the log says of it.
+            deep: Read every byte of it; else compare sizes alone.
+
+        Raises:
+            StorageError: The storage could not be asked.
+        """
+        damages: list[Damage] = []
+        named = {publish.manifest}
+        try:
+            manifest = self.manifest(publish)
+        except ManifestDamaged as damage:
+            damages.append(damage)
+        else:
+            named |= {shard.path for shard in manifest.shards}
+            damages += self._shard_damages(manifest, deep)
+            damages += self._extra(publish, named)
+        return damages + list(self._receipt_damages(publish))
+
+    def select(self, on_damage: OnDamage = "fall_back", deep: bool = True) -> Selected | None:
+        """Return the newest live generation that is whole; None where none was ever published.
+
+        Args:
+            on_damage: What to do where the newest is not whole: take the one before, or refuse.
+            deep: Read every byte; else compare sizes alone, and leave the digests to the reader.
+
+        Raises:
+            Damage: The newest generation is not whole, and the policy is to refuse.
+            NoGeneration: None is whole, or all are retired; ``details`` has the damages.
+            LogDamaged: The log cannot be trusted.
+            StorageError: The storage could not be asked.
+        """
+        history = self.history()
+        if not history.publishes:
+            return None
+        skipped: list[Damage] = []
+        for publish in reversed(history.live):
+            try:
+                manifest = self.manifest(publish)
+                damages: list[Damage] = list(self._shard_damages(manifest, deep))
+            except ManifestDamaged as damage:
+                damages = [damage]
+            else:
+                if not damages:
+                    return Selected(publish, manifest, tuple(skipped))
+            if on_damage == "refuse":
+                raise _refused(publish, damages)
+            skipped += damages
+        raise _none_whole(history, skipped)
+
+    # --- leaves -----------------------------------------------------------------------------------
+
+    def _shard_damages(self, manifest: Manifest, deep: bool) -> Iterator[Damage]:
+        for shard in manifest.shards:
+            yield from shard_damage(self._storage, manifest, shard, deep=deep)
+
+    def _extra(self, publish: PublishBody, named: set[str]) -> Iterator[Damage]:
+        for entry in self._storage.list(generation_directory(publish.number, publish.attempt)):
+            if entry.path not in named:
+                yield Damage(
+                    f"{entry.size} bytes that {publish.name} does not name",
+                    where=entry.path,
+                    remedy="Nothing reads it: look where it comes from, and remove it.",
+                    details={"kind": "extra", "generation": publish.name, "found": entry.size},
+                )
+
+    def _receipt_damages(self, publish: PublishBody) -> Iterator[Damage]:
+        segment = publish.receipts
+        if segment is None:
+            return
+        try:
+            data = self._storage.read(segment.path)
+        except NotFound:
+            yield _receipts_damaged(publish, segment, "are missing")
+            return
+        if (
+            len(data) != segment.size
+            or digest_of(data, algorithm_of(segment.digest)) != segment.digest
+        ):
+            yield _receipts_damaged(
+                publish, segment, "do not hash to the digest that was published"
+            )
+
+
+def _is_meant(publish: PublishBody, wanted: Reference) -> bool:
+    return publish.number == wanted.number and wanted.attempt in {None, publish.attempt}
+
+
+def _foreign(publish: PublishBody, header: GenerationHeader, run_id: str | None) -> str | None:
+    """Return how a manifest contradicts the record that published it; None: it does not."""
+    facts = [
+        ("run", header.run_id, run_id),
+        ("number", header.number, publish.number),
+        ("attempt", header.attempt, publish.attempt),
+        ("update", header.position.update, publish.update),
+        ("epoch", header.position.epoch, publish.epoch),
+    ]
+    for name, found, expected in facts:
+        if found != expected:
+            return f"the manifest is of {name} {found!r}, the log says {expected!r}"
+    return None
+
+
+def _manifest_damaged(publish: PublishBody, kind: str, what: str) -> ManifestDamaged:
+    return ManifestDamaged(
+        what,
+        where=publish.manifest,
+        remedy=REMEDY,
+        details={"kind": kind, "generation": publish.name},
+    )
+
+
+def _receipts_damaged(publish: PublishBody, segment: ReceiptSegment, what: str) -> Damage:
+    return Damage(
+        f"the receipts of updates {segment.first} to {segment.last} {what}",
+        where=segment.path,
+        remedy="The state is not affected; put the file back from a copy to have the history.",
+        details={"kind": "receipts", "generation": publish.name},
+    )
+
+
+def _refused(publish: PublishBody, damages: list[Damage]) -> Damage:
+    """Return the first damage as the refusal to go on with anything older."""
+    first = damages[0]
+    return type(first)(
+        f"{publish.name} is not whole: {first.what}",
+        where=first.where,
+        remedy="Put the file back from a copy, or set checkpoint.on_damage to 'fall_back'.",
+        details={**first.details, "damages": _as_json(damages)},
+    )
+
+
+def _as_json(damages: list[Damage]) -> list[dict[str, object]]:
+    return [{"what": d.what, "where": d.where, **d.details} for d in damages]
+
+
+def _none_whole(history: History, skipped: list[Damage]) -> NoGeneration:
+    count = len(history.live)
+    what = f"none of {count} published generations is whole" if count else "all are retired"
+    return NoGeneration(
+        what,
+        where=f"run {history.run_id}",
+        remedy="Put the files back from a copy, or start a new run under another root.",
+        details={"damages": _as_json(skipped)},
+    )
+
+
+def _no_such(wanted: Reference, history: History) -> NoGeneration:
+    names = [publish.name for publish in history.live]
+    if wanted.number is not None and any(_is_meant(p, wanted) for p in history.publishes):
+        what = f"{wanted.generation} is retired"
+    elif names:
+        what = f"{wanted.generation} was never published"
+    else:
+        what = "there is no published generation"
+    shown = ", ".join(names[-5:]) or "none"
+    return NoGeneration(
+        what,
+        where=f"run {history.run_id}" if history.run_id else "",
+        remedy=f"Choose one that is there: {shown}{' (the newest)' if len(names) > 5 else ''}.",
+        details={"published": names},
+    )

@@ -1,0 +1,196 @@
+"""Inspection: does a shard in the storage still hold what its record says?
+
+What fails is named as far down as the digests reach: shard, block, byte range, tensors. A shard
+that is gone, short or flipped is *damage*, which falling back can answer. A storage that cannot be
+reached is not: then nobody knows, and the error goes up as it is.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator
+
+from coherent_ray.commit.manifest import Manifest, ShardRecord
+from coherent_ray.digests import digest_of, new_hasher
+from coherent_ray.errors import NotFound, ShardDamaged, StorageError
+from coherent_ray.storage.base import Storage
+
+#: Bytes that are read at a time, whatever the size of a block.
+_PIECE = 4 << 20
+#: What to do about a damaged generation.
+REMEDY = (
+    "Put the file back from a copy, or resume from an earlier generation: checkpoint.on_damage "
+    "'fall_back' takes the newest whole one."
+)
+
+
+def tensors_in(manifest: Manifest, shard: ShardRecord, block: int) -> list[str]:
+    """Return the names of the tensors that have bytes in a block of a shard, in layout order.
+
+    Args:
+        manifest: The generation's.
+        shard: One of its shards.
+        block: Index of the block. One that holds nothing but the shard's header has no tensors.
+    """
+    return tensors_between(manifest, shard, *block_range(shard, block))
+
+
+def tensors_between(manifest: Manifest, shard: ShardRecord, start: int, stop: int) -> list[str]:
+    """Return the names of the tensors that have bytes in a range of a shard's file.
+
+    Args:
+        manifest: The generation's.
+        shard: One of its shards.
+        start: First byte of the file.
+        stop: The byte after the last.
+    """
+    first = shard.start + max(start - shard.header_bytes, 0)
+    last = min(shard.start + stop - shard.header_bytes, shard.stop)
+    layout = manifest.header.layout
+    offsets = layout.offsets()
+    names = []
+    for index in range(max(bisect_right(offsets, first) - 1, 0), len(offsets)):
+        tensor, begin = layout.tensors[index], offsets[index]
+        if begin >= last:
+            break
+        if begin + tensor.nbytes > first and tensor.nbytes:
+            names.append(tensor.name)
+    return names
+
+
+def block_range(shard: ShardRecord, block: int) -> tuple[int, int]:
+    """Return the first byte of a block in the shard's file, and the byte after its last."""
+    start = block * shard.block_bytes
+    return start, min(start + shard.block_bytes, shard.size)
+
+
+def shard_damage(
+    storage: Storage, manifest: Manifest, shard: ShardRecord, *, deep: bool
+) -> list[ShardDamaged]:
+    """Return what is wrong with a shard; nothing: it is whole, as far as it was looked at.
+
+    Args:
+        storage: The run's root.
+        manifest: The generation's.
+        shard: One of its shards.
+        deep: Read every byte and compare every block's digest; else the size alone.
+
+    Raises:
+        StorageError: The storage could not be asked.
+    """
+    try:
+        size = storage.size(shard.path)
+        if size != shard.size:
+            return [_wrong_size(manifest, shard, size)]
+        return list(_bad_blocks(storage, manifest, shard)) if deep else []
+    except NotFound:
+        return [_missing(manifest, shard)]
+
+
+def is_lost(error: StorageError) -> bool:
+    """Return whether the storage says that the bytes are gone, not that it cannot look."""
+    return isinstance(error, NotFound) or error.details.get("errno") == "EIO"
+
+
+def _bad_blocks(storage: Storage, manifest: Manifest, shard: ShardRecord) -> Iterator[ShardDamaged]:
+    buffer = memoryview(bytearray(min(_PIECE, shard.block_bytes, shard.size)))
+    for block, expected in enumerate(shard.blocks):
+        try:
+            found = _block_digest(storage, shard, block, buffer)
+        except NotFound:
+            raise
+        except StorageError as error:
+            if not is_lost(error):
+                raise
+            found = ""
+        if found != expected:
+            yield _bad_block(manifest, shard, block, found)
+    raw = b"".join(bytes.fromhex(block) for block in shard.blocks)
+    if digest_of(raw, shard.algorithm) != shard.digest:
+        yield ShardDamaged(
+            "the digests of the blocks do not make up the shard's digest",
+            where=shard.path,
+            remedy="The generation was recorded wrongly and cannot be trusted: resume before it.",
+            details={**_facts(manifest, shard), "kind": "digest"},
+        )
+
+
+def _block_digest(storage: Storage, shard: ShardRecord, block: int, buffer: memoryview) -> str:
+    hasher = new_hasher(shard.algorithm)
+    at, stop = block_range(shard, block)
+    while at < stop:
+        piece = buffer[: min(len(buffer), stop - at)]
+        count = storage.read_into(shard.path, at, piece)
+        hasher.update(piece[:count])
+        if count < len(piece):
+            break  # shorter than it was a moment ago; the digest will say so
+        at += count
+    return hasher.hexdigest()
+
+
+def _bad_block(manifest: Manifest, shard: ShardRecord, block: int, found: str) -> ShardDamaged:
+    start, stop = block_range(shard, block)
+    tensors = tensors_in(manifest, shard, block)
+    verb = "does not hold what was written" if found else "cannot be read from the device"
+    return ShardDamaged(
+        f"block {block} (bytes {start} to {stop}) {verb}; it holds {_named(shard, start, tensors)}",
+        where=shard.path,
+        remedy=REMEDY,
+        details={
+            **_facts(manifest, shard),
+            "kind": "block" if found else "unreadable",
+            "block": block,
+            "start": start,
+            "stop": stop,
+            "tensors": tensors,
+            "expected": shard.blocks[block],
+            "found": found,
+        },
+    )
+
+
+def _wrong_size(manifest: Manifest, shard: ShardRecord, size: int) -> ShardDamaged:
+    tensors = tensors_between(manifest, shard, size, shard.size) if size < shard.size else []
+    return ShardDamaged(
+        f"the shard of rank {shard.rank} has {size} bytes instead of {shard.size}",
+        where=shard.path,
+        remedy=REMEDY,
+        details={
+            **_facts(manifest, shard),
+            "kind": "size",
+            "start": min(size, shard.size),
+            "stop": max(size, shard.size),
+            "tensors": tensors,
+            "expected": shard.size,
+            "found": size,
+        },
+    )
+
+
+def _missing(manifest: Manifest, shard: ShardRecord) -> ShardDamaged:
+    return ShardDamaged(
+        f"the shard of rank {shard.rank} is missing",
+        where=shard.path,
+        remedy=REMEDY,
+        details={
+            **_facts(manifest, shard),
+            "kind": "missing",
+            "start": 0,
+            "stop": shard.size,
+            "tensors": tensors_between(manifest, shard, 0, shard.size),
+        },
+    )
+
+
+def _facts(manifest: Manifest, shard: ShardRecord) -> dict[str, object]:
+    generation = manifest.header.directory.rpartition("/")[2]
+    return {"generation": generation, "shard": shard.path, "rank": shard.rank}
+
+
+def _named(shard: ShardRecord, start: int, tensors: list[str]) -> str:
+    """Return what a block holds, in words; three tensors are named."""
+    parts = ["the shard's header"] if start < shard.header_bytes else []
+    parts += [repr(name) for name in tensors[:3]]
+    if len(tensors) > 3:
+        parts.append(f"{len(tensors) - 3} more tensors")
+    return ", ".join(parts)
