@@ -1,1 +1,1 @@
-"""Ready tasks and data preparation: readable examples, each a file of its own."""
+"""Ready tasks and the preparation of their data: readable examples, each by itself."""
