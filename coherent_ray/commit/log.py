@@ -97,6 +97,19 @@ class CommitLog:
                 self._known = history
         return history
 
+    def read_on(self) -> History:
+        """Read only what was appended since this view last looked; the whole log the first time.
+
+        For a writer, which lives long. A reader that must find damage in old records calls `read`.
+
+        Raises:
+            LogDamaged: As for `read`.
+            StorageError: The storage failed.
+        """
+        with self._lock:
+            self._known = self._refreshed(self._known)
+            return self._known
+
     def append(self, body: Body, attempt: int) -> Record:
         """Append a record on behalf of an attempt, durably and at most once.
 

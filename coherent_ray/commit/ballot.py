@@ -1,0 +1,254 @@
+"""One generation's way to its publish record, as types: each stage has only what it has earned.
+
+`Staged` collects acknowledgements, and may become `Acknowledged`, which has a manifest. That one
+becomes `Verified` when the storage agrees with it, and `Sealed` when the manifest is durable. Only
+a `Sealed` generation has a `publish` body, so an append before its time does not type-check. What
+ranks disagree about is decided here, in `Staged.decide`, from their words alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from coherent_ray.commit.events import Key
+from coherent_ray.commit.fates import Fate, Kind, name_ranks
+from coherent_ray.commit.manifest import (
+    Acknowledgement,
+    GenerationHeader,
+    Manifest,
+    ShardRecord,
+    dump,
+    manifest_path,
+)
+from coherent_ray.commit.records import PublishBody
+from coherent_ray.digests import Digest, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Vote:
+    """An acknowledgement without its header, which only rank 0 sends."""
+
+    shard: ShardRecord
+    header_digest: Digest
+    fingerprint: Digest
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The manifest is durable: the generation may be published."""
+
+    publish: PublishBody
+
+
+@dataclass(frozen=True, slots=True)
+class Verified:
+    """The storage holds every shard as its rank said: the manifest may be written."""
+
+    manifest: Manifest
+    data: bytes
+    """The manifest's canonical JSON, exactly as it is stored."""
+
+    @property
+    def path(self) -> str:
+        """Where the manifest goes, relative to the run's root."""
+        header = self.manifest.header
+        return manifest_path(header.number, header.attempt)
+
+    def sealed(self) -> Sealed:
+        """Return the next stage, once the manifest is durable."""
+        header = self.manifest.header
+        return Sealed(
+            PublishBody(
+                number=header.number,
+                attempt=header.attempt,
+                update=header.position.update,
+                epoch=header.position.epoch,
+                manifest=self.path,
+                manifest_size=len(self.data),
+                manifest_digest=digest_of(self.data),
+                receipts=header.receipts,
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Acknowledged:
+    """Every rank has acknowledged and none disagrees: the storage may be asked."""
+
+    manifest: Manifest
+
+    def verified(self) -> Verified:
+        """Return the next stage, once the storage holds every shard."""
+        return Verified(self.manifest, dump(self.manifest))
+
+
+@dataclass(slots=True)
+class Staged:
+    """Some ranks have acknowledged."""
+
+    key: Key
+    run_id: str
+    ranks: int
+    since: float
+    """When the first acknowledgement came, in seconds on the shell's monotonic clock."""
+    votes: dict[int, Vote] = field(default_factory=dict)
+    header: GenerationHeader | None = None
+
+    @property
+    def missing(self) -> list[int]:
+        """Ranks whose acknowledgement has not come, in order."""
+        return [rank for rank in range(self.ranks) if rank not in self.votes]
+
+    def add(self, ack: Acknowledgement) -> Fate | None:
+        """Take in one acknowledgement; the same one again changes nothing.
+
+        Returns:
+            A fate if the acknowledgement contradicts itself or an earlier one, else None.
+        """
+        contradiction = self._contradiction(ack)
+        if contradiction:
+            return contradiction
+        vote = Vote(ack.shard, ack.header_digest, ack.fingerprint, self._shared(ack))
+        known = self.votes.setdefault(ack.rank, vote)
+        if known != vote:
+            return self._twice(ack.rank, known, vote)
+        if ack.header is not None:
+            self.header = ack.header
+        return None
+
+    def decide(self) -> Acknowledged | Fate:
+        """Return what the ranks' words, all of them, come to. Call it when none is missing."""
+        header = self.header
+        if header is None:
+            return self._failed("rank 0 acknowledged without the generation's header")
+        if digest_of(dump(header)) != self.votes[0].header_digest:
+            return self._failed("rank 0's header is not the one whose digest it sent")
+        if (header.run_id, header.number, header.attempt, header.ranks) != (
+            self.run_id, self.key.number, self.key.attempt, self.ranks,
+        ):  # fmt: skip
+            seen = f"run {header.run_id}, g{header.number}-a{header.attempt}, {header.ranks} ranks"
+            want = f"run {self.run_id}, {self.key}, {self.ranks} ranks"
+            return self._failed(f"the header describes {seen}; the acknowledgements are of {want}")
+        return self._disagreement(header) or self._manifest(header)
+
+    def _contradiction(self, ack: Acknowledgement) -> Fate | None:
+        if ack.ranks != self.ranks:
+            return self._failed(
+                f"rank {ack.rank} says that there are {ack.ranks} ranks, others say {self.ranks}"
+            )
+        if ack.rank >= ack.ranks:
+            return self._failed(f"rank {ack.rank} cannot be one of {ack.ranks} ranks")
+        if ack.shard.rank != ack.rank:
+            return self._failed(f"rank {ack.rank} acknowledged rank {ack.shard.rank}'s shard")
+        if ack.header is not None and ack.rank != 0:
+            return self._failed(f"rank {ack.rank} sent a header; only rank 0 may")
+        return None
+
+    def _shared(self, ack: Acknowledgement) -> tuple[str, ...]:
+        # Thousands of ranks send the same thousands of strings: keep them once.
+        for vote in self.votes.values():
+            if vote.tensors == ack.tensor_fingerprints:
+                return vote.tensors
+            break
+        return ack.tensor_fingerprints
+
+    def _twice(self, rank: int, known: Vote, vote: Vote) -> Fate:
+        for name, old, new in (
+            ("shard digest", known.shard.digest, vote.shard.digest),
+            ("shard size", known.shard.size, vote.shard.size),
+            ("shard path", known.shard.path, vote.shard.path),
+            ("header digest", known.header_digest, vote.header_digest),
+            ("fingerprint", known.fingerprint, vote.fingerprint),
+        ):
+            if old != new:
+                return self._failed(
+                    f"rank {rank} acknowledged twice: {name} {old} first, then {new}",
+                    rank=rank, first=old, second=new,
+                )  # fmt: skip
+        return self._failed(f"rank {rank} acknowledged twice, with different shards or tensors")
+
+    def _disagreement(self, header: GenerationHeader) -> Fate | None:
+        tensors = len(header.layout.tensors)
+        short = [rank for rank, v in sorted(self.votes.items()) if len(v.tensors) != tensors]
+        if short:
+            return self._failed(
+                f"{name_ranks(short)} did not send one fingerprint for each of {tensors} tensors"
+            )
+        prints = {rank: (v.fingerprint, v.tensors) for rank, v in self.votes.items()}
+        groups = _groups(prints)
+        if len(groups) > 1:
+            return self._diverged_state(groups, header)
+        groups = _groups({rank: v.header_digest for rank, v in self.votes.items()})
+        if len(groups) > 1:
+            return self._diverged_header(groups)
+        return None
+
+    def _diverged_state(self, groups: list[list[int]], header: GenerationHeader) -> Fate:
+        most = self.votes[groups[0][0]]
+        odd = sorted(rank for group in groups[1:] for rank in group)
+        places = [
+            index
+            for rank in odd
+            for index, mark in enumerate(self.votes[rank].tensors)
+            if mark != most.tensors[index]
+        ]
+        tensor = header.layout.tensors[min(places)].name if places else None
+        first = f"the first tensor that differs is {tensor!r}" if tensor else "no tensor differs"
+        return self._fate(
+            "diverged",
+            f"{_against(groups, 'state')}; {first}",
+            ranks=odd,
+            groups=groups,
+            tensor=tensor,
+            fingerprints=[self.votes[group[0]].fingerprint for group in groups],
+        )
+
+    def _diverged_header(self, groups: list[list[int]]) -> Fate:
+        return self._fate(
+            "diverged",
+            f"{_against(groups, 'header')} (position, plan, values, environment or receipts)",
+            ranks=sorted(rank for group in groups[1:] for rank in group),
+            groups=groups,
+            header_digests=[self.votes[group[0]].header_digest for group in groups],
+        )
+
+    def _manifest(self, header: GenerationHeader) -> Acknowledged | Fate:
+        shards = tuple(self.votes[rank].shard for rank in range(self.ranks))
+        if len({shard.path for shard in shards}) != len(shards):
+            return self._failed("two ranks acknowledged the same shard file")
+        try:
+            return Acknowledged(Manifest(header, self.votes[0].fingerprint, shards))
+        except ValueError as error:
+            return self._failed(f"the shards do not make one state: {_first_line(error)}")
+
+    def _failed(self, reason: str, **details: object) -> Fate:
+        return self._fate("failed", reason, **details)
+
+    def _fate(self, kind: Kind, reason: str, **details: object) -> Fate:
+        return Fate(kind, self.key.number, self.key.attempt, reason, None, details)
+
+
+Stage = Staged | Acknowledged | Verified | Sealed
+
+
+def _groups(values: Mapping[int, object]) -> list[list[int]]:
+    """Return the ranks that say the same, the largest group first; rank 0's first among equals."""
+    by_value: dict[object, list[int]] = {}
+    for rank in sorted(values):
+        by_value.setdefault(values[rank], []).append(rank)
+    return sorted(by_value.values(), key=lambda group: (-len(group), group[0]))
+
+
+def _against(groups: list[list[int]], thing: str) -> str:
+    odd = sorted(rank for group in groups[1:] for rank in group)
+    verb = "has" if len(odd) == 1 else "have"
+    # With no majority nobody can say which side is right, and the sentence must not.
+    tie = ", and neither is a majority" if len(groups[0]) == len(groups[1]) else ""
+    return f"{name_ranks(odd)} {verb} another {thing} than {name_ranks(groups[0])}{tie}"
+
+
+def _first_line(error: ValueError) -> str:
+    errors = getattr(error, "errors", None)
+    return str(errors()[0]["msg"]) if errors else str(error)

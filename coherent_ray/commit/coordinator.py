@@ -1,0 +1,288 @@
+"""The coordinator: a pure machine that collects acknowledgements and decides what is published.
+
+It does no I/O, asks no clock and draws no randomness: `Coordinator.handle` takes what has happened
+and the time, and returns what a shell must do. So every order of events, every loss and every
+restart can be written down in a test. What must outlive the machine is in the commit log, and only
+there: a new machine made from the log, together with the ranks' repeated calls, ends where the old
+one would have.
+
+The protocol's text, step by step, is ``docs/protocol.md``.
+"""
+
+from __future__ import annotations
+
+from coherent_ray.commit.ballot import Acknowledged, Sealed, Stage, Staged, Verified
+from coherent_ray.commit.events import (
+    AckReceived,
+    Action,
+    Answer,
+    AppendFailed,
+    AppendPublish,
+    CheckShards,
+    Event,
+    HistoryRead,
+    Key,
+    ManifestFailed,
+    ManifestWritten,
+    PublishAppended,
+    RefreshHint,
+    ShardsChecked,
+    Tick,
+    WriteManifest,
+)
+from coherent_ray.commit.fates import Fate, Kind, name_ranks
+from coherent_ray.commit.history import History
+from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.records import PublishBody
+
+#: Seconds from the first acknowledgement of a generation to the last, unless the user chooses.
+ACK_TIMEOUT_S = 300.0
+#: Problems that a fate's sentence quotes; all are in its details.
+QUOTED_PROBLEMS = 3
+
+
+class Coordinator:
+    """Decides the fate of one run's generations.
+
+    Attributes:
+        run_id: The run.
+        attempt: The newest attempt that the machine knows of; 0: none has opened.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        history: History | None = None,
+        *,
+        ack_timeout_s: float = ACK_TIMEOUT_S,
+        read_back: bool = False,
+    ) -> None:
+        """Make the machine of a run, as its commit log leaves it.
+
+        Args:
+            run_id: The run.
+            history: The log, read to its end; None: nothing has been written.
+            ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
+            read_back: Have every shard's bytes read again before its generation is published.
+        """
+        self.run_id = run_id
+        self.attempt = 0
+        self._ack_timeout_s = ack_timeout_s
+        self._read_back = read_back
+        self._published: dict[Key, int] = {}
+        self._refused: dict[Key, Fate] = {}
+        self._stages: dict[Key, Stage] = {}
+        self._waiting: dict[Key, list[int]] = {}
+        if history is not None:
+            self._read(history)
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take in what has happened, and return what must be done, in order.
+
+        Args:
+            event: What has happened. An event about a generation that is already settled is
+                welcome and changes nothing.
+            now: Seconds, from a clock that never goes back.
+
+        Returns:
+            Actions, to be done one after the other.
+        """
+        match event:
+            case AckReceived(ack, call):
+                actions = self._acknowledged(ack, call, now)
+            case ShardsChecked(key, problems):
+                actions = self._checked(key, problems)
+            case ManifestWritten(key):
+                actions = self._manifest_written(key)
+            case ManifestFailed(key, reason):
+                actions = self._settle(key, "failed", f"the manifest was not written: {reason}")
+            case PublishAppended(key, seq):
+                actions = self._publish(key, seq)
+            case AppendFailed():
+                actions = self._append_failed(event)
+            case HistoryRead(history):
+                actions = self._read(history)
+            case Tick():
+                actions = self._time_out(now)
+        return actions
+
+    @property
+    def deadline(self) -> float | None:
+        """When a `Tick` can next change something, on the shell's clock; None: never."""
+        begun = [stage.since for stage in self._stages.values() if isinstance(stage, Staged)]
+        return min(begun) + self._ack_timeout_s if begun else None
+
+    def in_flight(self) -> dict[str, str]:
+        """Return each unsettled generation's name and what it waits for, in words."""
+        return {str(key): _waits_for(self._stages[key]) for key in sorted(self._stages)}
+
+    # --- acknowledgements -------------------------------------------------------------------------
+
+    def _acknowledged(self, ack: Acknowledgement, call: int, now: float) -> list[Action]:
+        key = Key(ack.attempt, ack.number)
+        known = self._known(key)
+        if known is not None:
+            return [Answer(call, known)]
+        self._waiting.setdefault(key, []).append(call)
+        stage = self._stages.setdefault(key, Staged(key, self.run_id, ack.ranks, now))
+        match stage:
+            case Staged():
+                return self._stage(key, stage, ack)
+            case Acknowledged() | Verified():
+                return self._repeated(key, stage, ack)
+            case Sealed():
+                # Its append is on its way, and only the log can tell its fate now.
+                return []
+
+    def _known(self, key: Key) -> Fate | None:
+        """Return the fate that is certain whatever the ranks say: the log first, then fencing."""
+        if key in self._published:
+            return self._published_fate(key)
+        if key in self._refused:
+            return self._refused[key]
+        if key.attempt < self.attempt and key not in self._stages:
+            return self._fenced_fate(key)
+        if key.attempt > self.attempt:
+            return _fate(key, "failed", f"attempt {key.attempt} has not been opened in the log")
+        return None
+
+    def _stage(self, key: Key, stage: Staged, ack: Acknowledgement) -> list[Action]:
+        contradiction = stage.add(ack)
+        if contradiction is not None:
+            return self._refuse(contradiction)
+        if stage.missing:
+            return []
+        decision = stage.decide()
+        if isinstance(decision, Fate):
+            return self._refuse(decision)
+        later = self._overtaken_by(key)
+        if later is not None:
+            # In the log the later record wins, so this one would take the run back.
+            return self._settle(key, "failed", f"the later generation {later} was complete first")
+        self._stages[key] = decision
+        return [CheckShards(key, decision.manifest.shards, self._read_back)]
+
+    def _repeated(
+        self, key: Key, stage: Acknowledged | Verified, ack: Acknowledgement
+    ) -> list[Action]:
+        manifest = stage.manifest
+        same = ack.rank < len(manifest.shards) and ack.shard == manifest.shards[ack.rank]
+        if same and ack.fingerprint == manifest.fingerprint:
+            return []
+        return self._settle(
+            key, "failed", f"rank {ack.rank} acknowledged twice, the second time something else"
+        )
+
+    def _overtaken_by(self, key: Key) -> Key | None:
+        begun = [k for k, stage in self._stages.items() if not isinstance(stage, Staged)]
+        later = [
+            other
+            for other in (*begun, *self._published)
+            if other.attempt == key.attempt and other.number > key.number
+        ]
+        return max(later, default=None)
+
+    # --- the storage's answers --------------------------------------------------------------------
+
+    def _checked(self, key: Key, problems: tuple[str, ...]) -> list[Action]:
+        stage = self._stages.get(key)
+        if not isinstance(stage, Acknowledged):
+            return []
+        if problems:
+            quoted = "; ".join(problems[:QUOTED_PROBLEMS])
+            more = len(problems) - QUOTED_PROBLEMS
+            reason = quoted + (f"; and {more} more" if more > 0 else "")
+            return self._settle(key, "failed", reason, problems=list(problems))
+        verified = stage.verified()
+        self._stages[key] = verified
+        return [WriteManifest(key, verified.path, verified.data)]
+
+    def _manifest_written(self, key: Key) -> list[Action]:
+        stage = self._stages.get(key)
+        if not isinstance(stage, Verified):
+            return []
+        sealed = stage.sealed()
+        self._stages[key] = sealed
+        return [AppendPublish(key, sealed.publish)]
+
+    def _append_failed(self, event: AppendFailed) -> list[Action]:
+        if event.outcome == "fenced":
+            return self._settle(event.key, "fenced", event.reason)
+        # After "unknown" the record may be in the storage all the same. If it is, the generation is
+        # whole, and the next one's receipts take over from it: too careful an answer hurts nobody.
+        reason = f"the commit log was not written: {event.reason}"
+        return self._settle(event.key, "failed", reason, uncertain=event.outcome == "unknown")
+
+    # --- the log ----------------------------------------------------------------------------------
+
+    def _read(self, history: History) -> list[Action]:
+        self.attempt = max(self.attempt, history.attempt)
+        for record in history.records:
+            body = record.body
+            if isinstance(body, PublishBody):
+                self._published[Key(body.attempt, body.number)] = record.seq
+        actions: list[Action] = []
+        for key, stage in list(self._stages.items()):
+            if key in self._published:
+                # Another process of the same attempt, killed since, finished what this one began.
+                actions += self._publish(key, self._published[key])
+            elif key.attempt < self.attempt and not isinstance(stage, Sealed):
+                actions += self._refuse(self._fenced_fate(key))
+        return actions
+
+    def _publish(self, key: Key, seq: int) -> list[Action]:
+        self._published[key] = seq
+        self._stages.pop(key, None)
+        fate = self._published_fate(key)
+        # Ranks first: they wait, and the hint is only a hint.
+        answers: list[Action] = [Answer(call, fate) for call in self._waiting.pop(key, [])]
+        return [*answers, RefreshHint()]
+
+    # --- fates ------------------------------------------------------------------------------------
+
+    def _time_out(self, now: float) -> list[Action]:
+        actions: list[Action] = []
+        for key, stage in list(self._stages.items()):
+            if isinstance(stage, Staged) and now - stage.since >= self._ack_timeout_s:
+                missing = stage.missing
+                actions += self._settle(
+                    key,
+                    "failed",
+                    f"{name_ranks(missing)} did not acknowledge within {self._ack_timeout_s:g} s",
+                    missing=missing,
+                )
+        return actions
+
+    def _settle(self, key: Key, kind: Kind, reason: str, **details: object) -> list[Action]:
+        if key not in self._stages:
+            return []
+        return self._refuse(_fate(key, kind, reason, **details))
+
+    def _refuse(self, fate: Fate) -> list[Action]:
+        key = Key(fate.attempt, fate.number)
+        self._refused[key] = fate
+        self._stages.pop(key, None)
+        return [Answer(call, fate) for call in self._waiting.pop(key, [])]
+
+    def _published_fate(self, key: Key) -> Fate:
+        return Fate("published", key.number, key.attempt, seq=self._published[key])
+
+    def _fenced_fate(self, key: Key) -> Fate:
+        reason = f"attempt {key.attempt} is over: attempt {self.attempt} has opened"
+        return _fate(key, "fenced", reason, attempt=self.attempt)
+
+
+def _fate(key: Key, kind: Kind, reason: str, **details: object) -> Fate:
+    return Fate(kind, key.number, key.attempt, reason, None, details)
+
+
+def _waits_for(stage: Stage) -> str:
+    match stage:
+        case Staged():
+            return f"the acknowledgement of {name_ranks(stage.missing)}"
+        case Acknowledged():
+            return "the check of its shards"
+        case Verified():
+            return "its manifest"
+        case Sealed():
+            return "its record in the commit log"

@@ -1,0 +1,134 @@
+"""Does what the coordinator asks of the storage, and decides nothing.
+
+`perform` blocks and may be called from any thread, one call at a time for a run. It never raises:
+whatever goes wrong becomes the event that says so, because a rank waits for the answer. All of it
+may be done twice, by two processes at once: shards are only read, a manifest's bytes follow from
+the acknowledgements, and the log holds one record for one generation.
+"""
+
+from __future__ import annotations
+
+from coherent_ray.commit.events import (
+    AppendFailed,
+    AppendPublish,
+    CheckShards,
+    Event,
+    ManifestFailed,
+    ManifestWritten,
+    PublishAppended,
+    RefreshHint,
+    ShardsChecked,
+    StorageAction,
+    WriteManifest,
+)
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import ShardRecord
+from coherent_ray.digests import new_hasher
+from coherent_ray.errors import (
+    AlreadyExists,
+    CoherentRayError,
+    Fenced,
+    NotFound,
+    SaveFailed,
+    StorageError,
+)
+from coherent_ray.storage.base import Storage
+
+
+def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | None:
+    """Do what an action asks for, and wait until it is done.
+
+    Args:
+        action: What the machine asked for.
+        storage: The run's root.
+        log: The run's commit log.
+
+    Returns:
+        The event to hand to the machine; None where it waits for none.
+    """
+    match action:
+        case CheckShards(key, shards, read_back):
+            problems = (_problem(storage, shard, read_back) for shard in shards)
+            return ShardsChecked(key, tuple(text for text in problems if text))
+        case WriteManifest():
+            return _write_manifest(action, storage)
+        case AppendPublish():
+            return _append_publish(action, log)
+        case RefreshHint():
+            _refresh_hint(log)
+            return None
+
+
+def _problem(storage: Storage, shard: ShardRecord, read_back: bool) -> str:
+    where = f"shard {shard.path} of rank {shard.rank}"
+    try:
+        size = storage.size(shard.path)
+        if size != shard.size:
+            return f"{where} has {size} bytes instead of {shard.size}"
+        bad = _bad_block(storage, shard) if read_back else None
+    except NotFound:
+        return f"{where} is missing"
+    except Exception as error:
+        return f"{where} cannot be read: {_reason(error)}"
+    return "" if bad is None else f"{where}: block {bad} does not hold the bytes that were hashed"
+
+
+def _bad_block(storage: Storage, shard: ShardRecord) -> int | None:
+    buffer = memoryview(bytearray(min(shard.block_bytes, shard.size)))
+    for index, expected in enumerate(shard.blocks):
+        start = index * shard.block_bytes
+        block = buffer[: min(shard.block_bytes, shard.size - start)]
+        got = storage.read_into(shard.path, start, block)
+        hasher = new_hasher(shard.algorithm)
+        hasher.update(block[:got])
+        if got != len(block) or hasher.hexdigest() != expected:
+            return index
+    return None
+
+
+def _write_manifest(action: WriteManifest, storage: Storage) -> Event:
+    try:
+        for last_try in (False, True):
+            try:
+                storage.create(action.path, action.data)
+            except AlreadyExists:
+                # A coordinator of the same attempt wrote it and died, or is about to. Its bytes
+                # follow from the same acknowledgements: other bytes mean that something is wrong.
+                if storage.read(action.path) != action.data:
+                    return ManifestFailed(action.key, f"{action.path} holds something else")
+            except StorageError:
+                # The answer may be lost and the file written. Only success or `AlreadyExists`
+                # says that it is durable, so seeing it is a reason to ask again, no more.
+                if last_try or storage.read(action.path) != action.data:
+                    raise
+                continue
+            break
+    except Exception as error:
+        return ManifestFailed(action.key, _reason(error))
+    return ManifestWritten(action.key)
+
+
+def _append_publish(action: AppendPublish, log: CommitLog) -> Event:
+    try:
+        record = log.append(action.body, action.key.attempt)
+    except Fenced as error:
+        return AppendFailed(action.key, error.what, "fenced")
+    except SaveFailed as error:
+        return AppendFailed(action.key, error.what, "refused")
+    except Exception as error:
+        return AppendFailed(action.key, _reason(error), "unknown")
+    return PublishAppended(action.key, record.seq)
+
+
+def _refresh_hint(log: CommitLog) -> None:
+    try:
+        log.refresh_hint(log.read_on())
+    except Exception:
+        # The hint changes nothing but the time that a reader takes.
+        return
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, CoherentRayError):
+        return f"{error.where}: {error.what}" if error.where else error.what
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,308 @@
+"""The coordinator at work in an asyncio loop: storage, clock, and the calls that wait.
+
+`Service` gives the machine of `coherent_ray.commit.coordinator` what it must not have itself. It
+knows no Ray: the actor in the training layer is a list of methods round it. It never fails to
+start: a log that cannot be read makes it *degraded*, which it says in every answer, until a later
+call can read it. Thousands of calls may wait; no thread waits with them. The storage is asked from
+a thread, one request at a time, so publishes have one order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from coherent_ray.commit.coordinator import Coordinator
+from coherent_ray.commit.events import (
+    AckReceived,
+    Answer,
+    AppendFailed,
+    AppendPublish,
+    CheckShards,
+    Event,
+    HistoryRead,
+    Key,
+    PublishAppended,
+    StorageAction,
+    Tick,
+)
+from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.history import History
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import Acknowledgement, load
+from coherent_ray.commit.performer import perform
+from coherent_ray.commit.records import PublishBody
+from coherent_ray.errors import CoherentRayError, StorageError, WrongRun
+from coherent_ray.storage.base import Storage
+
+#: Seconds between two tries to read a log that could not be read.
+RETRY_S = 1.0
+#: Seconds that somebody who can go on without the log waits for it.
+LOG_WAIT_S = 5.0
+#: Seconds that `close` lets a piece of I/O take that is on its way.
+CLOSE_WAIT_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class Service:
+    """One run's coordinator, alive. All methods belong to one event loop.
+
+    Attributes:
+        degraded: Why the log cannot be read; None: it can.
+        generation: The newest published generation as JSON, with its timings where this service
+            published it; None: there is none, or it is not known yet.
+        last_error: What went wrong last, in words; None: nothing has.
+    """
+
+    def __init__(self, run_id: str, open_root: Callable[[], Storage], **options: Any) -> None:
+        """Remember the arguments; the log is read by the first call that needs it.
+
+        Args:
+            run_id: The run.
+            open_root: Opens the run's root; may raise.
+            options: The machine's, see `Coordinator`.
+        """
+        self._run_id = run_id
+        self._open_root = open_root
+        self._options = options
+        self.degraded: CoherentRayError | None = StorageError("the commit log is not read yet")
+        self.generation: dict[str, Any] | None = None
+        self.last_error: str | None = None
+        self._machine: Coordinator | None = None
+        self._retry_at = 0.0
+        self._start: asyncio.Task[None] | None = None
+        self._io = asyncio.Lock()
+        self._todo: asyncio.Queue[StorageAction] = asyncio.Queue()
+        self._worker: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ticking: asyncio.Task[None] | None = None
+        self._calls: dict[int, asyncio.Future[Fate]] = {}
+        self._numbers = itertools.count(1)
+        self._timings: dict[Key, dict[str, float]] = {}
+        self._closed = False
+
+    @property
+    def attempt(self) -> int:
+        """The newest attempt that is known; 0 where none is."""
+        return self._machine.attempt if self._machine else 0
+
+    def in_flight(self) -> dict[str, str]:
+        """Return each unsettled generation's name and what it waits for, in words."""
+        return self._machine.in_flight() if self._machine else {}
+
+    async def settle_in(self) -> None:
+        """Wait until the log is read or cannot be, but not for ever: `LOG_WAIT_S` at most."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._ready(), LOG_WAIT_S)
+
+    async def open_attempt(self, token: str) -> int:
+        """Open the run's next attempt, or find the one that this token has opened.
+
+        Raises:
+            LogDamaged: The log cannot be trusted.
+            WrongRun: The root holds another run.
+            StorageError: The storage failed.
+        """
+        if await self._ready() is None and self.degraded is not None:
+            raise self.degraded
+        attempt, history = await self._blocking(self._append_attempt, token)
+        self._handle(HistoryRead(history))
+        return attempt
+
+    async def acknowledge(self, data: bytes) -> Fate:
+        """Take an `Acknowledgement`'s JSON, and return its generation's fate when it is known."""
+        try:
+            ack = load(Acknowledgement, data)
+        except ValueError as error:
+            return self._failed(0, 0, f"the acknowledgement is damaged: {error}")
+        machine = await self._ready()
+        if machine is not None and ack.attempt > machine.attempt:
+            await self._read_on()
+        if machine is None:
+            return self._failed(ack.number, ack.attempt, f"there is no commit log: {self.degraded}")
+        if self._closed:
+            return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
+        number = next(self._numbers)
+        future: asyncio.Future[Fate] = asyncio.get_running_loop().create_future()
+        self._calls[number] = future
+        self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
+        self._handle(AckReceived(ack, number))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
+
+    async def close(self) -> None:
+        """Let the piece of I/O that is on its way end, do no more, and answer all who wait."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._io.acquire(), CLOSE_WAIT_S)
+        self._closed = True
+        for task in (self._worker, self._start, self._ticking, self._timer):
+            if task is not None:
+                task.cancel()
+        for future in self._calls.values():
+            future.cancel()
+        await asyncio.sleep(0)
+
+    # --- the log ----------------------------------------------------------------------------------
+
+    async def _ready(self) -> Coordinator | None:
+        """Return the machine; None while the log cannot be read."""
+        if self._machine is not None:
+            return self._machine
+        idle = self._start is None or self._start.done()
+        if idle and time.monotonic() >= self._retry_at:
+            self._start = asyncio.create_task(self._rebuild())
+        if self._start is not None:
+            # One reading serves all who wait, and outlives those who give up.
+            await asyncio.shield(self._start)
+        return self._machine
+
+    async def _rebuild(self) -> None:
+        try:
+            history = await self._blocking(self._open)
+        except CoherentRayError as error:
+            self._degrade(error)
+        except Exception as error:
+            self._degrade(StorageError(f"{type(error).__name__}: {error}"))
+        else:
+            self._machine = Coordinator(self._run_id, history, **self._options)
+            self.degraded = None
+            self._note_latest(history)
+            self._worker = asyncio.create_task(self._work())
+
+    def _open(self) -> History:
+        self._storage = self._open_root()
+        self._log = CommitLog(self._storage)
+        history = self._log.read()
+        if history.run_id not in {None, self._run_id}:
+            raise WrongRun(
+                f"the root holds run {history.run_id!r}, not {self._run_id!r}",
+                where=self._storage.uri,
+                remedy="give each run a root of its own, or name the run that is stored here",
+            )
+        return history
+
+    def _degrade(self, error: CoherentRayError) -> None:
+        self.degraded = error
+        self.last_error = str(error)
+        self._retry_at = time.monotonic() + RETRY_S
+
+    def _append_attempt(self, token: str) -> tuple[int, History]:
+        self._log.open_attempt(self._run_id, token)
+        history = self._log.read_on()
+        self._log.refresh_hint(history)
+        return next(a.attempt for a in history.attempts if a.token == token), history
+
+    async def _read_on(self) -> None:
+        try:
+            history = await self._blocking(self._log.read_on)
+        except CoherentRayError as error:
+            self.last_error = str(error)
+        else:
+            self._handle(HistoryRead(history))
+
+    # --- the machine's hands ----------------------------------------------------------------------
+
+    def _handle(self, event: Event) -> None:
+        if self._machine is None or self._closed:
+            return
+        for action in self._machine.handle(event, time.monotonic()):
+            if isinstance(action, Answer):
+                self._answer(action)
+            else:
+                self._todo.put_nowait(action)
+        self._arm()
+
+    def _answer(self, action: Answer) -> None:
+        fate = action.fate
+        if fate.kind != "published":
+            self.last_error = f"{fate.name}: {fate.reason}"
+        self._timings.pop(Key(fate.attempt, fate.number), None)
+        future = self._calls.pop(action.call)
+        if not future.done():  # its caller may be gone
+            future.set_result(fate)
+
+    async def _work(self) -> None:
+        """Do what the machine asks of the storage, one thing after the other, for ever."""
+        while True:
+            action = await self._todo.get()
+            begun = time.monotonic()
+            event = await self._blocking(perform, action, self._storage, self._log)
+            if event is not None:
+                self._note(action, event, begun)
+                self._handle(event)
+            if isinstance(event, AppendFailed) and event.outcome == "fenced":
+                await self._read_on()
+
+    async def _blocking(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        async with self._io:
+            return await asyncio.to_thread(function, *arguments)
+
+    # --- time -------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self._machine.deadline if self._machine else None
+        if deadline is not None:
+            wait_s = max(0.0, deadline - time.monotonic())
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(wait_s, self._begin_tick)
+
+    def _begin_tick(self) -> None:
+        self._ticking = asyncio.create_task(self._tick())
+
+    async def _tick(self) -> None:
+        # Ranks that seem to be missing may have been answered by another process, which then
+        # published: ask the log before calling it a failure, but do not hang where it hangs.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._read_on(), LOG_WAIT_S)
+        self._handle(Tick())
+
+    # --- what a progress display shows ------------------------------------------------------------
+
+    def _note(self, action: StorageAction, event: Event, begun: float) -> None:
+        if not isinstance(action, CheckShards | AppendPublish):
+            return
+        times = self._timings.get(action.key)
+        if times is None:  # settled meanwhile
+            return
+        now = time.monotonic()
+        if isinstance(action, CheckShards):
+            times["acknowledged_s"] = begun - times["first"]
+            times["checked_s"] = now - begun
+        elif isinstance(event, PublishAppended):
+            times["appended_s"] = now - begun
+            times["published_s"] = now - times.pop("first")
+            self.generation = _described(action.body, event.seq, times)
+
+    def _note_latest(self, history: History) -> None:
+        latest = history.latest
+        record = history.record_of(latest) if latest else None
+        if latest and record:
+            self.generation = _described(latest, record.seq, {})
+
+    def _failed(self, number: int, attempt: int, reason: str) -> Fate:
+        self.last_error = reason
+        return Fate("failed", number, attempt, reason)
+
+
+def _described(body: PublishBody, seq: int, timings: dict[str, float]) -> dict[str, Any]:
+    return {
+        "name": body.name,
+        "number": body.number,
+        "attempt": body.attempt,
+        "update": body.update,
+        "epoch": body.epoch,
+        "seq": seq,
+        "timings": dict(timings),
+    }

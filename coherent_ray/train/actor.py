@@ -1,0 +1,155 @@
+"""The coordinator actor: a list of methods round `coherent_ray.commit.service`, and two mailboxes.
+
+One detached, named actor a run; `coherent_ray.train.coordinators` finds it. It holds nothing that
+matters: the commit log and the ranks' repeated calls rebuild it after any death. So its methods
+are idempotent (Ray runs a call at least once), and its ``__init__`` never raises (in Ray that is a
+death for good). Progress and wishes are mail between the driver and rank 0, and die with it.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import ray
+
+from coherent_ray.commit.service import Service
+from coherent_ray.errors import ConfigError
+from coherent_ray.storage import open_storage
+from coherent_ray.storage.base import Storage
+
+Wish = Literal["none", "save", "stop"]
+
+
+class CoordinatorActor:
+    """The actor's class. All answers are JSON values, all arguments too, or JSON bytes."""
+
+    def __init__(self, run_id: str, root: str, ack_timeout_s: float, read_back: bool) -> None:
+        """Remember the arguments; the log is read by the first call.
+
+        Args:
+            run_id: The run.
+            root: The run's root, as this process can reach it.
+            ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
+            read_back: Read every shard again before its generation is published.
+        """
+        self._run_id = run_id
+        self._root = root
+        self._options: dict[str, Any] = {"ack_timeout_s": ack_timeout_s, "read_back": read_back}
+        self._service = Service(run_id, self._open_root, **self._options)
+        self._wish: Wish = "none"
+        self._progress: dict[str, Any] = {}
+
+    async def ping(self) -> dict[str, Any]:
+        """Return who this is, within seconds whatever the storage does.
+
+        Returns:
+            ``pid``, ``run_id``, ``root``, ``options``, ``attempt`` (0: none is known), and
+            ``degraded`` (why the log cannot be read, or None).
+        """
+        await self._service.settle_in()
+        return {
+            "pid": os.getpid(),
+            "root": self._root,
+            "options": dict(self._options),
+            **self._identity(),
+        }
+
+    async def open_attempt(self, token: str) -> int:
+        """Open the run's next attempt and fence all older ones; clears every wish.
+
+        Args:
+            token: The caller's own unique word. The same token gives the same attempt.
+
+        Raises:
+            LogDamaged: The log cannot be trusted.
+            WrongRun: The root holds another run.
+            StorageError: The storage failed.
+        """
+        before = self._service.attempt
+        attempt = await self._service.open_attempt(token)
+        if attempt > before:
+            self._wish = "none"
+        return attempt
+
+    async def acknowledge(self, ack: bytes) -> dict[str, Any]:
+        """Take a rank's word that its shard is durable, and return the generation's fate.
+
+        The answer comes when the fate is known, which may take as long as the slowest rank.
+
+        Args:
+            ack: An `Acknowledgement`'s canonical JSON.
+
+        Returns:
+            A `Fate`, as `Fate.to_json` gives it.
+        """
+        fate = await self._service.acknowledge(ack)
+        return fate.to_json()
+
+    async def report(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """Take rank 0's latest progress, and return what is wished of the training.
+
+        Args:
+            progress: JSON values; shown to whoever asks for `status`.
+
+        Returns:
+            ``{"wish": "none" | "save" | "stop"}``. A wish to save is handed out once.
+        """
+        self._progress = progress
+        wish = self._wish
+        if wish == "save":
+            self._wish = "none"
+        return {"wish": wish}
+
+    async def request(self, wish: str) -> None:
+        """Wish that the run saves now, or that it saves and stops.
+
+        Args:
+            wish: ``save`` or ``stop``. A wish to stop stays until the next attempt opens.
+
+        Raises:
+            ConfigError: The wish is another.
+        """
+        match wish:
+            case "stop":
+                self._wish = "stop"
+            case "save":
+                self._wish = "stop" if self._wish == "stop" else "save"
+            case _:
+                raise ConfigError(f"there is no wish {wish!r}", remedy="ask for save or stop")
+
+    async def status(self) -> dict[str, Any]:
+        """Return what a progress display shows, without waiting for the storage.
+
+        Returns:
+            ``run_id``, ``attempt``, ``degraded``, ``progress`` (as last reported), ``wish``,
+            ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
+            timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``.
+        """
+        return {
+            "progress": self._progress,
+            "wish": self._wish,
+            "generation": self._service.generation,
+            "in_flight": self._service.in_flight(),
+            "last_error": self._service.last_error,
+            **self._identity(),
+        }
+
+    async def stop(self) -> None:
+        """End the actor for good, after the piece of I/O that is on its way.
+
+        Calls that still wait are answered first: Ray would wait for them.
+        """
+        await self._service.close()
+        ray.actor.exit_actor()
+
+    def _open_root(self) -> Storage:
+        return open_storage(self._root)
+
+    def _identity(self) -> dict[str, Any]:
+        degraded = self._service.degraded
+        return {
+            "run_id": self._run_id,
+            "attempt": self._service.attempt,
+            "degraded": str(degraded) if degraded else None,
+        }

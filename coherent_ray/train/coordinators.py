@@ -1,0 +1,156 @@
+"""Finding, starting and stopping a run's coordinator actor: the only place that knows its name.
+
+The actor is detached: it outlives the driver that started it, and a second driver finds it by name.
+It is pinned to the head node, because a detached actor dies for good with a node that it was tied
+to by affinity, and the head's death ends the cluster anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from coherent_ray.commit.coordinator import ACK_TIMEOUT_S
+from coherent_ray.errors import ClusterError, CoherentRayError
+from coherent_ray.train.actor import CoordinatorActor
+
+NAMESPACE = "coherent_ray"
+#: Calls that may wait at once; one more would not even be heard.
+MAX_CONCURRENCY = 16_384
+#: A resource that only the head node has.
+HEAD_NODE = "node:__internal_head__"
+#: Seconds that the actor has to start and to answer a question.
+ANSWER_TIMEOUT_S = 60.0
+_POLL_S = 0.05
+
+
+def name_of(run_id: str) -> str:
+    """Return the actor's name in namespace `NAMESPACE`."""
+    return f"coordinator:{run_id}"
+
+
+def connect(
+    run_id: str,
+    root: str,
+    *,
+    ack_timeout_s: float = ACK_TIMEOUT_S,
+    read_back: bool = False,
+    timeout_s: float = ANSWER_TIMEOUT_S,
+) -> Any:
+    """Return a handle of the run's coordinator, started if there is none.
+
+    A coordinator that was started with other options is replaced: it is for the one who is about
+    to open an attempt, not for ranks in the middle of one. Those call `find`.
+
+    Args:
+        run_id: The run.
+        root: The run's root, absolute, reachable from the head node under this very name.
+        ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
+        read_back: Read every shard again before its generation is published.
+        timeout_s: Seconds to wait for the actor.
+
+    Raises:
+        ClusterError: The actor did not start, or serves another root.
+    """
+    options = {"ack_timeout_s": ack_timeout_s, "read_back": read_back}
+    handle = _start(run_id, root, options)
+    facts = answer(handle.ping.remote(), timeout_s)
+    if facts["root"] != root:
+        raise ClusterError(
+            f"the coordinator of run {run_id!r} serves {facts['root']}, not {root}",
+            where=name_of(run_id),
+            remedy=f"choose another run id, or end that run: coherent-ray stop {facts['root']}",
+            details={"found": facts["root"], "wanted": root},
+        )
+    if facts["options"] != options:
+        stop(run_id, timeout_s=timeout_s)
+        handle = _start(run_id, root, options)
+        answer(handle.ping.remote(), timeout_s)
+    return handle
+
+
+def find(run_id: str) -> Any | None:
+    """Return a handle of the run's coordinator, or None where there is none."""
+    try:
+        return ray.get_actor(name_of(run_id), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def stop(run_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
+    """End the run's coordinator for good, and wait until its name is free.
+
+    What it was about to publish is published first, unless that takes too long; then it is killed,
+    which loses nothing but that generation.
+
+    Returns:
+        Whether there was one.
+
+    Raises:
+        ClusterError: It is still there after `timeout_s`.
+    """
+    handle = find(run_id)
+    if handle is None:
+        return False
+    gentle_s = timeout_s / 2
+    try:
+        # Never retried: the retry would wait for an actor that has just gone.
+        call = handle.stop.options(max_task_retries=0).remote()
+        ray.get(call, timeout=gentle_s)
+    except RayActorError:
+        pass  # it is gone, as it should be
+    except GetTimeoutError:
+        ray.kill(handle, no_restart=True)
+    deadline = time.monotonic() + timeout_s
+    while find(run_id) is not None:
+        if time.monotonic() > deadline:
+            raise ClusterError(
+                f"the coordinator of run {run_id!r} did not end within {timeout_s:g} s",
+                where=name_of(run_id),
+            )
+        time.sleep(_POLL_S)
+    return True
+
+
+def answer(reference: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
+    """Wait for an actor call's answer, and raise what it raised as it was raised there.
+
+    Args:
+        reference: What ``handle.method.remote()`` returned.
+        timeout_s: Seconds to wait.
+
+    Raises:
+        CoherentRayError: What the method raised.
+        ClusterError: The actor is dead, or did not answer in time.
+    """
+    try:
+        return ray.get(reference, timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise ClusterError(
+            f"the coordinator did not answer within {timeout_s:g} s",
+            remedy="see with `ray status` whether the head node is up",
+        ) from error
+    except RayActorError as error:
+        raise ClusterError(f"the coordinator is gone: {error}") from error
+    except RayTaskError as error:
+        if isinstance(error.cause, CoherentRayError):
+            raise error.cause from None
+        raise
+
+
+def _start(run_id: str, root: str, options: dict[str, Any]) -> Any:
+    actor = ray.remote(CoordinatorActor).options(
+        name=name_of(run_id),
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources={HEAD_NODE: 0.001},
+        max_restarts=-1,
+        max_task_retries=-1,
+        max_concurrency=MAX_CONCURRENCY,
+    )
+    return actor.remote(run_id, root, **options)

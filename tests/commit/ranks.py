@@ -1,0 +1,208 @@
+"""What tests of the commit protocol are made of: ranks with their words, and a shell that can die.
+
+`Ranks` makes acknowledgements, and the shard files behind them. `Shell` is the actor without Ray:
+one machine, one storage, and every step of I/O taken only when the test says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from typing import Any
+
+from coherent_ray.commit.coordinator import Coordinator
+from coherent_ray.commit.events import AckReceived, Answer, Event, HistoryRead, StorageAction, Tick
+from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.history import History
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import (
+    Acknowledgement,
+    DataPosition,
+    GenerationHeader,
+    Manifest,
+    PlanIdentity,
+    ReceiptSegment,
+    ShardRecord,
+    StateLayout,
+    TensorSpec,
+    dump,
+    load,
+)
+from coherent_ray.commit.performer import perform
+from coherent_ray.digests import digest_of, new_hasher
+from coherent_ray.storage.base import Storage
+
+RUN = "run-1"
+LAYOUT = StateLayout(
+    (
+        TensorSpec("model/bias", "F32", (8,)),
+        TensorSpec("model/weight", "F32", (8, 8)),
+        TensorSpec("optimizer/bias/exp_avg", "F32", (8,)),
+    )
+)
+PLAN = PlanIdentity(digest_of(b"data"), 1000, 7, "feistel-v1", 32, 4, 8)
+BLOCK = 64
+HEADER_BYTES = 40
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """All ranks of one generation: what they write and what they say."""
+
+    ranks: int = 3
+    number: int = 1
+    attempt: int = 1
+    run_id: str = RUN
+    update: int = 10
+
+    @property
+    def header(self) -> GenerationHeader:
+        receipts = ReceiptSegment(
+            f"receipts/{1:012d}-{self.update:012d}-g{self.number}-a{self.attempt}.jsonl",
+            100, digest_of(b"receipts"), 1, self.update,
+        )  # fmt: skip
+        return GenerationHeader(
+            format=1,
+            run_id=self.run_id,
+            number=self.number,
+            attempt=self.attempt,
+            claim="invariant",
+            ranks=self.ranks,
+            position=DataPosition(epoch=0, position=32 * self.update, update=self.update),
+            plan=PLAN,
+            layout=LAYOUT,
+            values={"scheduler": {"last_lr": [0.1, 1e-300]}},
+            environment={"torch": "2.13.0"},
+            receipt_tip=digest_of(b"tip"),
+            receipts=receipts,
+        )
+
+    def content(self, rank: int) -> bytes:
+        """The bytes of a rank's shard file."""
+        start, stop = LAYOUT.cut(rank, self.ranks), LAYOUT.cut(rank + 1, self.ranks)
+        size = HEADER_BYTES + stop - start
+        seed = digest_of(f"{self.number} {self.attempt} {rank}".encode()).encode()
+        return (seed * (size // len(seed) + 1))[:size]
+
+    def shard(self, rank: int) -> ShardRecord:
+        data = self.content(rank)
+        blocks = [_xxh3(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
+        return ShardRecord(
+            rank=rank,
+            path=f"{self.header.directory}/shard-{rank:05d}-of-{self.ranks:05d}.safetensors",
+            size=len(data),
+            start=LAYOUT.cut(rank, self.ranks),
+            stop=LAYOUT.cut(rank + 1, self.ranks),
+            header_bytes=HEADER_BYTES,
+            algorithm="xxh3_128",
+            block_bytes=BLOCK,
+            blocks=tuple(blocks),
+            digest=f"xxh3_128:{_xxh3(bytes.fromhex(''.join(blocks)))}",
+        )
+
+    def ack(self, rank: int, **changes: Any) -> Acknowledgement:
+        """What a rank says; `changes` make it say something else."""
+        words: dict[str, Any] = {
+            "attempt": self.attempt,
+            "number": self.number,
+            "rank": rank,
+            "ranks": self.ranks,
+            "shard": self.shard(rank),
+            "header_digest": digest_of(dump(self.header)),
+            "fingerprint": digest_of(b"state"),
+            "tensor_fingerprints": tuple(f"{index:016x}" for index in range(len(LAYOUT.tensors))),
+            "header": self.header if rank == 0 else None,
+        }
+        return Acknowledgement(**(words | changes))
+
+    def write(self, storage: Storage) -> None:
+        """Write every rank's shard."""
+        for rank in range(self.ranks):
+            with storage.open_writer(self.shard(rank).path) as writer:
+                writer.write(self.content(rank))
+                writer.finish()
+
+
+class Shell:
+    """The coordinator actor, without Ray and without a will of its own."""
+
+    def __init__(self, storage: Storage, run_id: str = RUN, **options: Any) -> None:
+        self.storage = storage
+        self.log = CommitLog(storage)
+        self.machine = Coordinator(run_id, self.log.read(), **options)
+        self.todo: deque[StorageAction] = deque()
+        self.answers: dict[int, Fate] = {}
+        self.calls = 0
+
+    def open(self, token: str) -> int:
+        """Open an attempt, as the actor does."""
+        body = self.log.open_attempt(self.machine.run_id, token).body
+        self.tell(HistoryRead(self.log.read()))
+        return body.attempt  # type: ignore[union-attr]
+
+    def acknowledge(self, ack: Acknowledgement, now: float = 0.0) -> int:
+        """Begin an acknowledgement call, and return its number."""
+        self.calls += 1
+        self.tell(AckReceived(ack, self.calls), now)
+        return self.calls
+
+    def tell(self, event: Event, now: float = 0.0) -> None:
+        """Hand the machine an event; answers arrive, I/O is queued."""
+        for action in self.machine.handle(event, now):
+            if isinstance(action, Answer):
+                assert action.call not in self.answers, "a call was answered twice"
+                self.answers[action.call] = action.fate
+            else:
+                self.todo.append(action)
+
+    def step(self, lose_event: bool = False) -> StorageAction:
+        """Do the next piece of I/O; `lose_event`: the machine dies before it hears of it."""
+        action = self.todo.popleft()
+        event = perform(action, self.storage, self.log)
+        if event is not None and not lose_event:
+            self.tell(event)
+        return action
+
+    def run(self) -> None:
+        """Do all I/O until nothing is asked for."""
+        while self.todo:
+            self.step()
+
+    def tick(self, now: float) -> None:
+        """Let time pass."""
+        self.tell(Tick(), now)
+
+    def save(self, group: Ranks) -> list[Fate]:
+        """Let every rank acknowledge, do all I/O, and return each rank's answer."""
+        calls = [self.acknowledge(group.ack(rank)) for rank in range(group.ranks)]
+        self.run()
+        return [self.answers[call] for call in calls]
+
+
+def check_published_is_whole(storage: Storage) -> History:
+    """The invariant: what the log publishes is there, to the last byte. Returns the log."""
+    history = CommitLog(storage).read()
+    seen = set()
+    for publish in history.publishes:
+        assert publish.name not in seen, "published twice"
+        seen.add(publish.name)
+        data = storage.read(publish.manifest)
+        assert (len(data), digest_of(data)) == (publish.manifest_size, publish.manifest_digest)
+        manifest = load(Manifest, data)
+        assert (manifest.header.number, manifest.header.attempt) == (
+            publish.number, publish.attempt,
+        )  # fmt: skip
+        for shard in manifest.shards:
+            content = storage.read(shard.path)
+            blocks = [
+                _xxh3(content[at : at + shard.block_bytes])
+                for at in range(0, len(content), shard.block_bytes)
+            ]
+            assert tuple(blocks) == shard.blocks
+    return history
+
+
+def _xxh3(data: bytes) -> str:
+    hasher = new_hasher("xxh3_128")
+    hasher.update(data)
+    return hasher.hexdigest()
