@@ -40,7 +40,9 @@ class Directories:
         Raises:
             OSError: As the operating system says. ELOOP where a name is a symbolic link.
         """
-        directory = self._open_root(make)
+        if make:
+            self._make_root()
+        directory = os.open(self._root, _FLAGS)
         for depth, name in enumerate(names, 1):
             above = directory
             try:
@@ -72,21 +74,15 @@ class Directories:
             os.close(directory)
         return sorted(found, key=lambda entry: entry[0] + ("/" if entry[1] is None else ""))
 
-    def _open_root(self, make: bool) -> int:
-        try:
-            directory = os.open(self._root, _FLAGS)
-        except FileNotFoundError:
-            if not make:
-                raise
+    def _make_root(self) -> None:
+        if not self._root.exists():
             _make_durably(self._root)
-            directory = os.open(self._root, _FLAGS)
-        if make and () not in self._durable:
-            # The root was made by somebody who may not have synced it. Whether this user may do so
-            # is not in our hands, and a root in a directory of others is theirs to keep.
+        elif () not in self._durable:
+            # Somebody made it who may not have synced it. Whether this user may do so is not in our
+            # hands, and a root in a directory of others is theirs to keep.
             with suppress(PermissionError):
                 _sync(self._root.parent)
-            self._durable.add(())
-        return directory
+        self._durable.add(())
 
     def _step(self, above: int, name: str, names: tuple[str, ...], make: bool) -> int:
         new = False
@@ -125,11 +121,10 @@ def _enter(above: int, name: str) -> int:
 
 
 def _make_durably(path: Path) -> None:
-    try:
-        path.mkdir()
-    except FileNotFoundError:
+    if not path.parent.is_dir():
         _make_durably(path.parent)
-        path.mkdir(exist_ok=True)
+    try:
+        os.mkdir(path)  # noqa: PTH102 (one module makes every call that must be durable)
     except FileExistsError:
         if not path.is_dir():
             raise
