@@ -124,6 +124,10 @@ class ShardDamaged(Damage):
     """A shard is missing, has the wrong size, or a block of it has the wrong digest."""
 
 
+class ReceiptsDamaged(Damage):
+    """A segment of the receipts is missing, torn, foreign, or breaks the chain."""
+
+
 class SaveFailed(CoherentRayError):
     """A generation was not published; the one before it is still latest."""
 
@@ -160,6 +164,10 @@ class TrainingFailed(CoherentRayError):
 
 class ClusterError(CoherentRayError):
     """Ray is not reachable, or has not what the run needs."""
+
+
+class PeerLost(ClusterError):
+    """A collective failed because another rank is gone. Cured by a restart of the group."""
 
 
 class Interrupted(CoherentRayError):

@@ -12,11 +12,11 @@ change, a causal mask for one, is not sent.
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from coherent_ray.errors import TaskError
+from coherent_ray.train.collectives import Group, from_first
 
 #: Bytes to which every buffer's copy is aligned.
 _ALIGNMENT = 16
@@ -73,13 +73,16 @@ class LaneBuffers:
             self._result.store(self._live())
             self._kept = True
 
-    def finish(self, rank: int, ranks: int, group: dist.ProcessGroup | None = None) -> None:
+    def finish(self, rank: int, ranks: int, group: Group = None) -> None:
         """Leave lane 0's buffers in the model of every rank; lane 0 is rank 0's.
 
         Args:
             rank: This rank.
             ranks: Number of ranks; at 1 nothing is sent.
             group: The process group; None: the default one.
+
+        Raises:
+            PeerLost: Another rank is gone.
         """
         if not self._places:
             return
@@ -95,24 +98,24 @@ class LaneBuffers:
             self._start.load(self._live())
         self._receive(group)
 
-    def _send(self, group: dist.ProcessGroup | None) -> None:
+    def _send(self, group: Group) -> None:
         pairs = zip(self._start.slices, self._result.slices, strict=True)
         same = torch.stack([torch.eq(before, after).all() for before, after in pairs])
         changed = (~same).to(torch.uint8)
-        dist.broadcast(changed, group=group, group_src=0)
+        from_first(changed, group)
         slices = [s for s, flag in zip(self._result.slices, changed.tolist(), strict=True) if flag]
         if slices:
-            dist.broadcast(torch.cat(slices), group=group, group_src=0)
+            from_first(torch.cat(slices), group)
 
-    def _receive(self, group: dist.ProcessGroup | None) -> None:
+    def _receive(self, group: Group) -> None:
         changed = torch.empty(len(self._places), dtype=torch.uint8, device=self._start.bytes.device)
-        dist.broadcast(changed, group=group, group_src=0)
+        from_first(changed, group)
         which = [index for index, flag in enumerate(changed.tolist()) if flag]
         if not which:
             return
         slices = [self._start.slices[index] for index in which]
         payload = torch.empty(sum(map(len, slices)), dtype=torch.uint8, device=changed.device)
-        dist.broadcast(payload, group=group, group_src=0)
+        from_first(payload, group)
         torch._foreach_copy_(slices, list(torch.split_with_sizes(payload, [*map(len, slices)])))
         live = self._live()
         torch._foreach_copy_([live[i] for i in which], [self._start.views[i] for i in which])

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from coherent_ray.train.collectives import Group, gather_all, scatter_all, wait
 from coherent_ray.train.gradients import FlatGradients, FlatLayout, reals
 from coherent_ray.train.lanes import Subtree, cover, lanes_of, merge_order
 
@@ -70,13 +70,13 @@ class Exchange:
         lanes: int,
         rank: int,
         ranks: int,
-        group: dist.ProcessGroup | None,
+        process_group: Group,
     ) -> None:
         self._layout = layout
         self._lanes = lanes
         self._rank = rank
         self._ranks = ranks
-        self._group = group
+        self._group = process_group
         parts = sum(len(cover(lanes_of(lanes, r, ranks), lanes)) for r in range(ranks))
         self._parts = tuple(
             torch.zeros(parts, g.chunk, dtype=g.dtype, device=g.device) for g in layout.groups
@@ -119,21 +119,14 @@ class Exchange:
             incoming = _raw(parts[arrived : arrived + len(senders)].flatten())
             arrived += len(senders)
             received = [chunk if rank in senders else 0 for rank in range(self._ranks)]
-            work = dist.all_to_all_single(
-                incoming,
-                outgoing,
-                received,
-                [chunk if sends else 0] * self._ranks,
-                group=self._group,
-                async_op=True,
-            )
-            waiting.append(work)
+            sent = [chunk if sends else 0] * self._ranks
+            waiting.append(scatter_all(incoming, outgoing, received, sent, self._group))
         for work in waiting:
-            work.wait()
+            wait(work)
         return len(nodes) * (self._ranks - 1) * chunk
 
     def _gather(self, mine: Tensor, into: Tensor) -> int:
-        dist.all_gather_single(_raw(into), _raw(mine), group=self._group)
+        gather_all(_raw(into), _raw(mine), self._group)
         return (self._ranks - 1) * mine.nbytes
 
 

@@ -13,8 +13,8 @@ One update::
     reduced = reducer.finish(losses, counts, wishes)
 
 A rank that raises anywhere before `finish` calls `abort` instead: it votes too, and every rank
-raises one `TrainingFailed` that names it. Errors of the collectives themselves (a peer died) are
-torch's and are not caught here: who restarts the group wants to see them.
+raises one `TrainingFailed` that names it. A rank that died cannot vote: the others raise
+`PeerLost`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from torch.nn import Parameter
 
 from coherent_ray import canonical
 from coherent_ray.train.buffers import LaneBuffers
+from coherent_ray.train.collectives import Group, gather_all, sum_over_ranks
 from coherent_ray.train.exchange import Exchange
 from coherent_ray.train.gradients import FlatGradients, FlatLayout, clear, touched_now
 from coherent_ray.train.lanes import Carry, lanes_of, tree_sum
@@ -67,7 +68,7 @@ class LaneReducer:
         lanes: int,
         rank: int,
         ranks: int,
-        group: dist.ProcessGroup | None = None,
+        group: Group = None,
     ) -> None:
         """Lay out the gradients of a model.
 
@@ -166,6 +167,7 @@ class LaneReducer:
 
         Raises:
             TrainingFailed: A rank failed, or the ranks are not at the same update.
+            PeerLost: Another rank is gone.
         """
         try:
             ballot = self._ballot(losses, counts, wishes)
@@ -189,6 +191,7 @@ class LaneReducer:
 
         Raises:
             TrainingFailed: Always; it names every rank that failed, and why.
+            PeerLost: But where another rank is gone.
         """
         self._open = False
         none = [False] * len(self._parameters)
@@ -200,6 +203,9 @@ class LaneReducer:
         """End an update of the model's buffers: every rank gets what lane 0 left.
 
         All ranks must call this, or none.
+
+        Raises:
+            PeerLost: Another rank is gone.
         """
         buffers.finish(self._rank, self._ranks, self._group)
 
@@ -232,7 +238,7 @@ class LaneReducer:
         values = self._shape.encode(ballot, self._rank)
         if self._ranks > 1:
             vector = torch.tensor(values, dtype=torch.float64, device=self._device)
-            dist.all_reduce(vector, group=self._group)
+            sum_over_ranks(vector, self._group)
             values = vector.tolist()
         outcome = self._shape.decode(values)
         if outcome.failed:
@@ -249,7 +255,7 @@ class LaneReducer:
         mine = reason.encode()[:REASON_BYTES].ljust(REASON_BYTES, b"\0")
         texts = torch.empty(self._ranks * REASON_BYTES, dtype=torch.uint8, device=self._device)
         own = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(self._device)
-        dist.all_gather_single(texts, own, group=self._group)
+        gather_all(texts, own, self._group)
         raw = bytes(texts.tolist())
         cut = {rank: raw[rank * REASON_BYTES : (rank + 1) * REASON_BYTES] for rank in failed}
         return {rank: text.rstrip(b"\0").decode(errors="ignore") for rank, text in cut.items()}

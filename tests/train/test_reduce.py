@@ -195,6 +195,12 @@ def test_a_failure_is_raised_on_every_rank_by_name(
     assert got["after"] == [None, [float(lanes)] * 2]
 
 
+def test_a_rank_that_ends_without_a_vote_is_a_lost_peer(seen: list[dict[str, Any]]) -> None:
+    kind, text, _ = seen[0]["lost"]
+    assert kind == "PeerLost"
+    assert text.startswith("all_reduce failed: ")
+
+
 @pytest.mark.parametrize(("lanes", "ranks"), PLACES)
 def test_bytes_sent(seen: list[dict[str, Any]], lanes: int, ranks: int) -> None:
     for rank in range(ranks):

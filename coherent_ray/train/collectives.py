@@ -1,0 +1,96 @@
+"""Collectives: each as torch has it, but for its error, which says that a peer was lost.
+
+What torch raises when a peer dies or freezes is a bare RuntimeError. A lost peer is cured by a
+restart of the group and an exception of the task is not, so the two must differ in type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from coherent_ray.errors import PeerLost
+
+Group = dist.ProcessGroup | None
+"""None: the default group."""
+
+
+def sum_over_ranks(tensor: Tensor, group: Group) -> None:
+    """Add every rank's tensor, in place, in an order that the backend chooses.
+
+    Raises:
+        PeerLost: Another rank is gone, or did not answer in time.
+    """
+    with _peers("all_reduce"):
+        dist.all_reduce(tensor, group=group)
+
+
+def scatter_all(
+    received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Group
+) -> dist.Work:
+    """Begin to send one part to each rank; `wait` ends it.
+
+    Args:
+        received: 1-D, filled with the parts of rank 0, 1, ...
+        sent: 1-D, the parts for rank 0, 1, ...; must not change before the end.
+        receive: Items from each rank.
+        send: Items to each rank.
+        group: The ranks.
+
+    Raises:
+        PeerLost: Another rank is gone.
+    """
+    with _peers("all_to_all"):
+        work: dist.Work | None = dist.all_to_all_single(
+            received, sent, receive, send, group=group, async_op=True
+        )
+    assert work is not None
+    return work
+
+
+def wait(work: dist.Work) -> None:
+    """End what `scatter_all` began.
+
+    Raises:
+        PeerLost: Another rank is gone, or did not answer in time.
+    """
+    with _peers("all_to_all"):
+        work.wait()
+
+
+def gather_all(received: Tensor, sent: Tensor, group: Group) -> None:
+    """Bring every rank's tensor to all, one after the other.
+
+    Raises:
+        PeerLost: Another rank is gone, or did not answer in time.
+    """
+    with _peers("all_gather"):
+        dist.all_gather_single(received, sent, group=group)
+
+
+def from_first(tensor: Tensor, group: Group) -> None:
+    """Overwrite every rank's tensor with rank 0's.
+
+    Raises:
+        PeerLost: Another rank is gone, or did not answer in time.
+    """
+    with _peers("broadcast"):
+        dist.broadcast(tensor, group=group, group_src=0)
+
+
+@contextmanager
+def _peers(collective: str) -> Iterator[None]:
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise PeerLost(
+            f"{collective} failed: {reason}",
+            remedy="see why another rank ended; a restarted group resumes at the last generation",
+        ) from error
