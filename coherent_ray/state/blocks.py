@@ -1,0 +1,138 @@
+"""Reading a shard block by block: no byte is used before its block's digest has been checked.
+
+The first read is the verification. What fails is named exactly: shard, block, byte range, tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from coherent_ray.commit.manifest import CUT_ALIGNMENT, Manifest, ShardRecord
+from coherent_ray.digests import new_hasher
+from coherent_ray.errors import NotFound, ShardDamaged
+from coherent_ray.state.header import header_of
+from coherent_ray.state.layout import FlatState
+from coherent_ray.storage.base import Storage
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One block of a shard, by its place."""
+
+    index: int
+    first: int
+    """First byte of the file."""
+    last: int
+    """The byte of the file after its last."""
+
+
+class ShardReader:
+    """One shard of a generation; safe to use from several threads."""
+
+    def __init__(self, storage: Storage, flat: FlatState, record: ShardRecord) -> None:
+        self._storage = storage
+        self._flat = flat
+        self.record = record
+        self._header = header_of(flat, record.start, record.stop)
+        if len(self._header) != record.header_bytes or record.block_bytes % CUT_ALIGNMENT:
+            raise self.damage("the manifest describes a shard that this format cannot be")
+
+    def check_size(self) -> None:
+        """Check that the file is there, with the size that the manifest says.
+
+        Raises:
+            ShardDamaged: It is not.
+        """
+        try:
+            size = self._storage.size(self.record.path)
+        except NotFound as error:
+            raise self.damage("the shard is missing") from error
+        if size != self.record.size:
+            raise self.damage(f"the shard has {size} bytes instead of {self.record.size}")
+
+    def blocks(self, start: int, stop: int) -> Iterator[Block]:
+        """Yield the blocks that hold bytes ``[start, stop)`` of the flat state, and no others."""
+        shift = self.record.header_bytes - self.record.start
+        yield from self._blocks(
+            max(start, self.record.start) + shift, min(stop, self.record.stop) + shift
+        )
+
+    def all_blocks(self) -> Iterator[Block]:
+        """Yield every block, those that hold only the header too."""
+        yield from self._blocks(0, self.record.size)
+
+    def flat_range(self, block: Block) -> tuple[int, int]:
+        """Return the bytes of the flat state that a block holds; may be empty."""
+        shift = self.record.start - self.record.header_bytes
+        start = max(block.first + shift, self.record.start)
+        return start, max(block.last + shift, start)
+
+    def read(self, block: Block, buffer: memoryview) -> memoryview:
+        """Read and verify one block.
+
+        Args:
+            block: Of this shard.
+            buffer: Writable, at least as long as the block; holds nothing of use after an error.
+
+        Returns:
+            The part of the buffer that holds `flat_range`.
+
+        Raises:
+            ShardDamaged: The bytes are not those that were acknowledged.
+            StorageError: The storage failed.
+        """
+        target = buffer[: block.last - block.first]
+        try:
+            count = self._storage.read_into(self.record.path, block.first, target)
+        except NotFound as error:
+            raise self.damage("the shard is missing") from error
+        if count != len(target):
+            raise self.damage(f"the shard ends after {block.first + count} bytes", block)
+        hasher = new_hasher(self.record.algorithm)
+        hasher.update(target)
+        if hasher.hexdigest() != self.record.blocks[block.index]:
+            raise self.damage("the bytes do not have the digest that was acknowledged", block)
+        head = self._header[block.first : block.last]
+        if bytes(target[: len(head)]) != head:
+            raise self.damage("the header is not that of this part of the state", block)
+        return target[len(head) :]
+
+    def damage(self, what: str, block: Block | None = None) -> ShardDamaged:
+        """Return the error for this shard, or for one block of it."""
+        path = self.record.path
+        details: dict[str, object] = {"shard": path}
+        if block is not None:
+            names = [piece.name for piece in self._flat.pieces(*self.flat_range(block))]
+            what = f"block {block.index} (bytes {block.first} to {block.last}): {what}; it holds "
+            what += _listed(names) if names else "the header"
+            details |= {"block": block.index, "first_byte": block.first, "last_byte": block.last}
+            details["tensors"] = names
+        return ShardDamaged(
+            what,
+            where=path,
+            remedy="Resume from an earlier generation (`on_damage: fall_back` does), or restore "
+            "the file from a copy.",
+            details=details,
+        )
+
+    def _blocks(self, first: int, last: int) -> Iterator[Block]:
+        size = self.record.block_bytes
+        if first < last:
+            for index in range(first // size, -(-last // size)):
+                yield Block(index, index * size, min((index + 1) * size, self.record.size))
+
+
+def readers_of(storage: Storage, manifest: Manifest, flat: FlatState) -> list[ShardReader]:
+    """Return a reader for each shard of a generation, in order of rank."""
+    return [ShardReader(storage, flat, record) for record in manifest.shards]
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def longest_block(manifest: Manifest) -> int:
+    """Return the bytes that a buffer for any block of a generation must have."""
+    return max(min(shard.block_bytes, shard.size) for shard in manifest.shards)

@@ -1,0 +1,260 @@
+"""Model, optimizer, scheduler and scaler: to and from a flat named state.
+
+What is a tensor becomes an entry of `State.tensors`, a reference to the live tensor, never a copy;
+all else becomes JSON in `State.values`. `restore` is the exact inverse: it checks every name, dtype
+and shape first and changes something only when all fit, so a refusal leaves the job as it was.
+
+| name | what |
+|---|---|
+| ``model/<name>`` | parameters and persistent buffers; tied ones once, under their first name |
+| ``optimizer/<parameter>/<key>`` | state of that parameter, by its name, never by its position |
+
+Buffers that are not persistent are derived by declaration, and not stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coherent_ray import canonical
+from coherent_ray.canonical import Json
+from coherent_ray.commit.manifest import StateLayout, TensorSpec
+from coherent_ray.digests import Digest
+from coherent_ray.errors import StateMismatch
+from coherent_ray.state.layout import describe, mismatch, spec_of
+from coherent_ray.state.optimizer import (
+    capture_optimizer,
+    check_optimizer,
+    restore_optimizer,
+    tensor_names,
+)
+from coherent_ray.state.values import decode, encode
+
+_MODEL = "model/"
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """All of a job's state at one boundary."""
+
+    tensors: dict[str, torch.Tensor]
+    """References to live tensors."""
+    values: dict[str, Json]
+    """For `GenerationHeader.values`."""
+
+
+def capture(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    scaler: GradScaler | None = None,
+    extra: Mapping[str, object] | None = None,
+) -> State:
+    """Return the whole state of a job, between two updates.
+
+    Args:
+        model: Plain data parallel: every rank holds the whole of it.
+        optimizer: Makes part of the state exist only in its first step; that is fine.
+        scheduler: Anything with ``state_dict`` and ``load_state_dict``, `ReduceLROnPlateau` too.
+        scaler: Must have been updated since its last step.
+        extra: Values of the caller's own; see `coherent_ray.state.values` for what can be stored.
+
+    Raises:
+        TaskError: Something cannot be stored exactly; names its place.
+    """
+    model = _plain(model)
+    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model)}
+    values: dict[str, Json] = {"model": _extra_states(model)}
+    values["optimizer"] = None
+    if optimizer is not None:
+        moments, values["optimizer"] = capture_optimizer(optimizer, _parameter_names(model))
+        tensors |= moments
+    values["scheduler"] = _value(scheduler, "scheduler")
+    values["scaler"] = _value(scaler, "scaler")
+    values["extra"] = encode(dict(extra or {}), "extra")
+    return State(tensors, values)
+
+
+def restore(  # noqa: PLR0917 - one for each part of a job
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Json],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    scheduler: LRScheduler | None = None,
+    scaler: GradScaler | None = None,
+) -> dict[str, Any]:
+    """Give a job the state that was captured, so that its next update is the one that followed.
+
+    The tensors are copied into the live ones, which keep their device and strides. Optimizer state
+    that was not there when the state was captured is removed.
+
+    Args:
+        tensors: By name, from `coherent_ray.state.load_state`; any device.
+        values: `State.values`, or `GenerationHeader.values`.
+        model: Built as it was for the captured run; likewise the others.
+        optimizer: None exactly where it was None.
+        scheduler: None exactly where it was None.
+        scaler: None exactly where it was None.
+
+    Returns:
+        The caller's own values that `capture` was given as `extra`.
+
+    Raises:
+        StateMismatch: Something does not fit; names the first tensor or part, and both values.
+            Nothing was changed.
+    """
+    model = _plain(model)
+    parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
+    for name, part in parts.items():
+        _check_part(name, values.get(name), part)
+    names = _parameter_names(model)
+    if optimizer is not None:
+        check_optimizer(optimizer, values["optimizer"], names)
+    _check_names(tensors, values, dict(_model_tensors(model)))
+    _check_scaler(values.get("scaler"), scaler)
+    _restore_model(model, tensors, values["model"])
+    if optimizer is not None:
+        restore_optimizer(optimizer, values["optimizer"], tensors, names)
+    for name in ("scheduler", "scaler"):
+        _load(parts[name], values.get(name))
+    extra: dict[str, Any] = decode(values.get("extra", {}))
+    return extra
+
+
+def state_spec(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return dtype and shape of every tensor of a model, by its name in the flat state.
+
+    Raises:
+        TaskError: A tensor cannot be stored.
+    """
+    specs = [spec_of(_MODEL + name, tensor) for name, tensor in _model_tensors(_plain(model))]
+    return {spec.name: (spec.dtype, spec.shape) for spec in specs}
+
+
+def spec_digest(spec: Mapping[str, tuple[str, tuple[int, ...]]]) -> Digest:
+    """Return the digest of a `state_spec`, for the comparison of ranks."""
+    return canonical.digest({name: [dtype, *shape] for name, (dtype, shape) in spec.items()})
+
+
+def check_spec(layout: StateLayout, spec: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Check that a model has the tensors that a stored state has.
+
+    Raises:
+        StateMismatch: It has not; names the first tensor in layout order and both values.
+    """
+    live = {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in spec.items()}
+    stored = {t.name: t for t in layout.tensors if t.name.startswith(_MODEL)}
+    for name in [*stored, *sorted(set(live) - set(stored))]:
+        if stored.get(name) != live.get(name):
+            raise mismatch(name, _described(stored.get(name)), _described(live.get(name)))
+
+
+def _described(tensor: TensorSpec | torch.Tensor | None) -> str:
+    return "missing" if tensor is None else describe(tensor)
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    """Return the module under ``torch.compile``, whose names are the same in both."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield parameters, then persistent buffers; what is there under two names comes once."""
+    yield from model.named_parameters()
+    seen: set[torch.Tensor] = set()
+    for prefix, module in model.named_modules():
+        transient = module._non_persistent_buffers_set
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in transient and buffer not in seen:
+                seen.add(buffer)
+                yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def _stateful_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for name, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            yield name, module
+
+
+def _extra_states(model: nn.Module) -> Json:
+    return {
+        name: encode(module.get_extra_state(), f"model.{name}.get_extra_state()")
+        for name, module in _stateful_modules(model)
+    }
+
+
+def _value(part: LRScheduler | GradScaler | None, where: str) -> Json:
+    if part is None:
+        return None
+    return {"kind": type(part).__qualname__, "state": encode(part.state_dict(), where)}
+
+
+def _check_part(name: str, stored: Json, live: object) -> None:
+    kept = None if stored is None else stored["kind"]
+    ours = None if live is None else type(live).__qualname__
+    if kept != ours:
+        raise StateMismatch(
+            f"{name}: stored is {kept or 'none'}, the running job has {ours or 'none'}",
+            where=name,
+            remedy=f"Resume with the {name} that the run was started with, or start a new run.",
+            details={"stored": kept, "live": ours},
+        )
+
+
+def _check_scaler(stored: Json, scaler: GradScaler | None) -> None:
+    if scaler is None:
+        return
+    kept, ours = bool(stored["state"]), scaler.is_enabled()
+    if kept != ours:
+        words = {True: "enabled", False: "disabled"}
+        raise StateMismatch(
+            f"the gradient scaler was {words[kept]}, and is {words[ours]} now",
+            where="scaler",
+            remedy="Resume with the precision that the run was started with.",
+            details={"stored": words[kept], "live": words[ours]},
+        )
+
+
+def _check_names(
+    tensors: Mapping[str, torch.Tensor],
+    values: Mapping[str, Json],
+    model: Mapping[str, torch.Tensor],
+) -> None:
+    live = {_MODEL + name: tensor for name, tensor in model.items()}
+    for name, tensor in live.items():
+        stored = tensors.get(name)
+        if stored is None or stored.shape != tensor.shape or stored.dtype != tensor.dtype:
+            raise mismatch(name, _described(stored), describe(tensor))
+    moments = set() if values.get("optimizer") is None else set(tensor_names(values["optimizer"]))
+    for name in sorted(moments - set(tensors)):
+        raise mismatch(name, "missing, though the stored values speak of it", "nothing yet")
+    for name in sorted(set(tensors) - set(live) - moments):
+        raise mismatch(name, describe(tensors[name]), "missing")
+
+
+@torch.no_grad()
+def _restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Json) -> None:
+    for name, tensor in _model_tensors(model):
+        tensor.copy_(tensors[_MODEL + name])
+    for name, module in _stateful_modules(model):
+        if name in stored:
+            module.set_extra_state(decode(stored[name]))
+
+
+def _load(part: Any, stored: Json) -> None:
+    # A disabled scaler has an empty state, which it refuses to load.
+    if part is not None and (stored["state"] or not isinstance(part, GradScaler)):
+        part.load_state_dict(decode(stored["state"]))

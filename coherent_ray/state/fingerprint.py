@@ -1,0 +1,149 @@
+"""A fingerprint of the whole replica, computed where the tensors are, at the speed of memory.
+
+Each rank stores only its part of the state, so ranks that have silently diverged would store a
+mixture that never existed. Equal fingerprints say that they have not.
+
+A tensor's bytes, in row-major order and padded with zeros, are signed 32-bit words ``w``. A chunk
+of `CHUNK_WORDS` of them becomes ``sum(w[i] * key[i]) mod 2^64`` with pseudo-random odd 64-bit keys:
+the multilinear hash of Lemire and Kaser ("Strongly universal string hashing is fast", 2014), which
+any change of one word changes, and two given contents share with a chance of about 2^-31. The sums
+of a tensor's chunks are words again, and so on until one is left. Integer sums have no order, so
+the value does not depend on device, thread count or strides.
+
+It finds accidents, not forgeries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from coherent_ray import canonical
+from coherent_ray.commit import manifest
+from coherent_ray.commit.manifest import StateLayout
+from coherent_ray.digests import Digest, digest_of
+from coherent_ray.state.flat import items_of
+from coherent_ray.state.layout import check_tensors
+
+#: 32-bit words of one chunk: 128 KiB of state, so that a chunk and its keys stay in a core's cache.
+CHUNK_WORDS = 2**15
+#: Chunks that an accelerator takes at once: 16 MiB of state.
+_DEVICE_CHUNKS = 128
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """What a replica holds, tensor by tensor."""
+
+    digest: Digest
+    """Of the layout and all tensors' fingerprints."""
+    tensors: tuple[str, ...]
+    """16 hex digits a tensor, in layout order."""
+
+
+def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
+    """Return the fingerprint of a replica.
+
+    Takes a few megabytes of memory on each device, whatever the size of the tensors, and waits for
+    the device once.
+
+    Args:
+        layout: The layout of the tensors.
+        tensors: By name; any device and strides.
+
+    Raises:
+        StateMismatch: The tensors are not those of the layout.
+    """
+    check_tensors(layout, tensors)
+    sums = [_sum_of(tensors[spec.name]) for spec in layout.tensors]
+    values = _to_host(sums)
+    hexes = tuple(
+        f"{_mix(value ^ _mix(spec.nbytes)):016x}"
+        for value, spec in zip(values, layout.tensors, strict=True)
+    )
+    content = manifest.dump(layout) + canonical.dump(list(hexes))
+    return Fingerprint(digest_of(content), hexes)
+
+
+@torch.no_grad()
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's hash as an int64 tensor of one item, on its device."""
+    sums = _chunk_sums(tensor)
+    while sums.numel() > 1:
+        sums = _chunk_sums(sums)
+    return sums
+
+
+def _chunk_sums(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.numel() == 0:
+        return torch.zeros(1, dtype=torch.int64, device=tensor.device)
+    keys = _keys(tensor.device)
+    parts = [_hash_words(words, keys) for words in _words(tensor)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensor's bytes as int32 words: whole chunks, then what is left."""
+    chunks = 1 if tensor.device.type == "cpu" else _DEVICE_CHUNKS
+    step = chunks * CHUNK_WORDS * 4 // tensor.element_size()
+    whole = tensor.numel() - tensor.numel() % (CHUNK_WORDS * 4 // tensor.element_size())
+    for first in range(0, whole, step):
+        yield _as_words(items_of(tensor, first, min(first + step, whole)))
+    if whole < tensor.numel():
+        yield _as_words(items_of(tensor, whole, tensor.numel()))
+
+
+def _as_words(items: torch.Tensor) -> torch.Tensor:
+    """Return a 1-D contiguous tensor's bytes as int32, without a copy where that is possible."""
+    size = items.element_size()
+    odd = items.numel() * size % 4
+    if odd == 0 and items.storage_offset() * size % 4 == 0:
+        return items.view(torch.int32)
+    padded = items.new_zeros(items.numel() + (4 - odd) % 4 // size)
+    padded[: items.numel()].copy_(items)
+    return padded.view(torch.int32)
+
+
+def _hash_words(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    count = words.numel()
+    if words.device.type == "cpu":
+        return torch.dot(words.to(torch.int64), keys[:count]).view(1)
+    if count <= CHUNK_WORDS:
+        return (words * keys[:count]).sum().view(1)
+    return (words.view(-1, CHUNK_WORDS) * keys).sum(1)
+
+
+@cache
+def _keys(device: torch.device) -> torch.Tensor:
+    """Return `CHUNK_WORDS` odd 64-bit keys: SplitMix64's output for seed 0."""
+    counter = np.arange(1, CHUNK_WORDS + 1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        z = counter * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    keys = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(keys.view(np.int64)).to(device)
+
+
+def _to_host(sums: list[torch.Tensor]) -> list[int]:
+    """Return one value a tensor, unsigned, with one wait a device."""
+    values = [0] * len(sums)
+    for device in {value.device for value in sums}:
+        mine = [i for i, value in enumerate(sums) if value.device == device]
+        fetched = torch.cat([sums[i] for i in mine]).tolist()
+        for i, value in zip(mine, fetched, strict=True):
+            values[i] = value & _MASK
+    return values
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finalizer: spreads a difference in any bit over all of them."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
