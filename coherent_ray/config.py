@@ -267,8 +267,8 @@ class Config(Section):
 
     run: Run
     """Where the run's history lies, and what it promises."""
-    task: Task
-    """What is trained."""
+    task: Task | None = None
+    """What is trained; `run` and `submit` need it, a training function of one's own does not."""
     data: Data
     """Which examples an update takes."""
     training: Training

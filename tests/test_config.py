@@ -80,6 +80,7 @@ def test_what_is_given_is_kept_and_the_rest_has_defaults():
     made = config.build(GOOD)
     assert made.run.root == "runs/first"
     assert made.run.claim == "invariant"
+    assert made.task is not None
     assert made.task.args == {"width": 128}
     assert made.data.lanes == 4
     assert made.data.seed == 0
@@ -151,6 +152,10 @@ def test_seeds_at_their_ends(value):
 
 def test_an_integer_is_a_number():
     assert config.build(changed(optimizer__lr=1)).optimizer.lr == 1.0
+
+
+def test_a_training_function_of_one_s_own_needs_no_task():
+    assert config.build(changed(task=...)).task is None
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -266,7 +271,7 @@ def test_a_remedy_is_given():
     with pytest.raises(ConfigError) as caught:
         config.build({})
     assert "validate --schema" in caught.value.remedy
-    assert set(problems({})) == {"run", "task", "data", "training"}
+    assert set(problems({})) == {"run", "data", "training"}
 
 
 def test_a_long_value_is_cut():
@@ -291,6 +296,7 @@ def test_overrides_replace_the_file_s():
     )
     assert made.data.seed == 7
     assert made.optimizer.lr == 3e-3
+    assert made.task is not None
     assert made.task.args == {"deep": {"er": [1, "a"]}}
     assert made.run.claim == "exact"
 
@@ -298,6 +304,7 @@ def test_overrides_replace_the_file_s():
 def test_the_last_override_wins_and_values_may_hold_equals_signs():
     made = config.parse(TEXT, ["data.seed=1", "data.seed=2", "task.args.x=a=b"])
     assert made.data.seed == 2
+    assert made.task is not None
     assert made.task.args["x"] == "a=b"
 
 

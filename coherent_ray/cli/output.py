@@ -1,0 +1,150 @@
+"""What commands print: tables and fields for people, one JSON value for programs.
+
+On a terminal, rich draws; elsewhere, plain aligned columns that ``awk`` can read. No command prints
+by itself, and nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from coherent_ray.errors import CoherentRayError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_STYLES = {
+    "latest": "bold green",
+    "whole": "green",
+    "published": "",
+    "pinned": "cyan",
+    "retired": "dim",
+    "damaged": "bold red",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """One column of a table."""
+
+    title: str
+    right: bool = False
+    """Numbers stand on the right."""
+
+
+def show_json(value: Any, *, lines: bool = False) -> None:
+    """Print a JSON value; ``lines``: on one line, as one of many."""
+    text = json.dumps(value, ensure_ascii=False, indent=None if lines else 2)
+    click.echo(text)
+
+
+def show_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    """Print rows under their titles; a cell that is a state's name is coloured as such."""
+    if _is_terminal():
+        _show_drawn_table(columns, rows)
+        return
+    lines = [[column.title for column in columns], *(list(row) for row in rows)]
+    widths = [max(len(line[at]) for line in lines) for at in range(len(columns))]
+    for line in lines:
+        cells = (
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(line, widths, columns, strict=True)
+        )
+        click.echo("  ".join(cells).rstrip())
+
+
+def show_fields(title: str, fields: Iterable[tuple[str, str]]) -> None:
+    """Print names and values under a title."""
+    pairs = list(fields)
+    width = max((len(name) for name, _ in pairs), default=0)
+    click.secho(title, bold=True)
+    for name, value in pairs:
+        click.echo(f"  {click.style(name.ljust(width), dim=True)}  {value}")
+
+
+def show_line(text: str, *, style: str = "") -> None:
+    """Print one line; ``style``: good, bad or faint."""
+    colours: dict[str, dict[str, Any]] = {
+        "good": {"fg": "green"},
+        "bad": {"fg": "red", "bold": True},
+        "faint": {"dim": True},
+    }
+    click.secho(text, **colours.get(style, {}))
+
+
+def show_text(text: str, language: str) -> None:
+    """Print a text of a language, in colours where there is a terminal."""
+    if not _is_terminal():
+        click.echo(text)
+        return
+    from rich.syntax import Syntax
+
+    _console().print(Syntax(text, language, theme="ansi_dark", background_color="default"))
+
+
+def show_error(error: CoherentRayError, *, as_json: bool) -> None:
+    """Print an error: JSON to standard output, or its sentences to standard error."""
+    if as_json:
+        show_json({"error": error_value(error)})
+        return
+    click.secho("error: ", fg="red", bold=True, nl=False, err=True)
+    click.echo(str(error), err=True)
+
+
+def error_value(error: CoherentRayError) -> dict[str, Any]:
+    """Return an error as a JSON value."""
+    return {
+        "type": type(error).__name__,
+        "what": error.what,
+        "where": error.where,
+        "remedy": error.remedy,
+        "details": error.details,
+        "exit_code": error.exit_code,
+    }
+
+
+def size_text(size: int) -> str:
+    """Return a size in bytes as people read it: ``12.3 MiB``."""
+    amount = float(size)
+    for unit in _UNITS:
+        if amount < 1000 or unit == _UNITS[-1]:
+            break
+        amount /= 1024
+    return f"{size} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
+def count_text(count: int, noun: str) -> str:
+    """Return a number with its noun: ``1 shard``, ``2 shards``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty()
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _show_drawn_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for column in columns:
+        table.add_column(column.title, justify="right" if column.right else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(cell, style=_STYLES.get(cell.split(",")[0], "")) for cell in row))
+    _console().print(table)

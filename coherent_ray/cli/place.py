@@ -1,0 +1,77 @@
+"""The argument RUN: a run's root, its address, or its configuration file, and maybe a generation.
+
+``RUN@GENERATION`` is split at the last ``@``, and only where a generation's name follows it, so a
+directory whose own name has an ``@`` can be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from coherent_ray import config
+from coherent_ray.commit.references import parse_reference
+from coherent_ray.errors import NotARun
+from coherent_ray.storage import Storage, open_storage
+
+run_argument = click.argument("run", metavar="RUN[@GENERATION]")
+whole_run_argument = click.argument("run", metavar="RUN")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run lies, and which of its generations is meant."""
+
+    root: str
+    """Path or address."""
+    generation: str | None
+    """None where none was named."""
+
+    def open(self) -> Storage:
+        """Return the run's storage.
+
+        Raises:
+            ConfigError: The address names no place that this version can use.
+            NotARun: There is no commit log.
+        """
+        storage = open_storage(self.root)
+        if next(iter(storage.list("log")), None) is None:
+            raise NotARun(
+                "no run lies here: there is no commit log",
+                where=storage.uri,
+                remedy="name the run's directory, or the configuration file that it was run with",
+            )
+        return storage
+
+
+def place_of(text: str) -> Place:
+    """Return the place that a RUN argument names.
+
+    Raises:
+        ConfigError: The argument is a configuration file that cannot be used.
+    """
+    reference = parse_reference(text)
+    if reference.run in {"", text}:
+        return Place(_root_of(text), None)
+    return Place(_root_of(reference.run), reference.generation)
+
+
+def whole_run(text: str) -> Place:
+    """Return the place that a RUN argument names, which may not name a generation.
+
+    Raises:
+        ConfigError: The argument is a configuration file that cannot be used.
+    """
+    place = place_of(text)
+    if place.generation is not None:
+        raise click.UsageError(f"this command takes a whole run, without @{place.generation}")
+    return place
+
+
+def _root_of(text: str) -> str:
+    path = Path(text)
+    if path.is_file() or path.suffix in {".yaml", ".yml"}:
+        return config.load(path).run.root
+    return text

@@ -1,0 +1,77 @@
+"""How a run ended: what ``run`` answers, and what to type next."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from coherent_ray.cli.output import count_text, show_fields, show_json, show_line, size_text
+from coherent_ray.train.supervisor import Outcome
+
+
+def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
+    """Print how a run ended.
+
+    Args:
+        outcome: It.
+        root: Where the run lies.
+        as_json: Print JSON.
+    """
+    if as_json:
+        show_json({"root": root, **value_of(outcome)})
+        return
+    facts = outcome.facts
+    show_line(headline(outcome), style="" if outcome.stopped else "good")
+    show_fields("", [("updates", f"{facts['done']:,} of {facts['updates']:,}"), *_saves(outcome)])
+    show_fields("next", _next(outcome, root))
+
+
+def headline(outcome: Outcome) -> str:
+    """Return in one line how a run ended."""
+    facts = outcome.facts
+    if outcome.stopped:
+        at = facts["latest"] or "the beginning"
+        return f"run {facts['run_id']} was stopped; it resumes at {at} by the same command"
+    return f"run {facts['run_id']} is complete: {count_text(facts['done'], 'update')}"
+
+
+def value_of(outcome: Outcome) -> dict[str, Any]:
+    """Return how a run ended as JSON."""
+    return {
+        "stopped": outcome.stopped,
+        "restarts": outcome.restarts,
+        "log": str(outcome.log),
+        **outcome.facts,
+    }
+
+
+def _saves(outcome: Outcome) -> list[tuple[str, str]]:
+    saves = outcome.facts.get("saves", [])
+    good = [save for save in saves if save["fate"] == "published"]
+    rows = [("latest", outcome.facts["latest"] or "none")]
+    if saves:
+        rows.append(("generations", f"{len(good):,} published by this command"))
+    if good:
+        stalls = [1000 * save["stall_s"] for save in good]
+        rows += [
+            ("stall per save", f"{median(stalls):.1f} ms median, {max(stalls):.1f} ms longest"),
+            ("time to durable", f"{median(save['durable_s'] for save in good):.2f} s median"),
+            ("shard of rank 0", size_text(good[-1]["shard_bytes"])),
+        ]
+    if len(good) < len(saves):
+        reasons = dict.fromkeys(s["reason"] for s in saves if s["fate"] != "published")
+        rows.append(("failed saves", f"{len(saves) - len(good):,}: {'; '.join(reasons)}"))
+    if outcome.restarts:
+        rows.append(("restarts", f"{count_text(outcome.restarts, 'driver')}; log {outcome.log}"))
+    return rows
+
+
+def _next(outcome: Outcome, root: str) -> list[tuple[str, str]]:
+    if outcome.facts["latest"] is None:
+        return [("the run lies in", root)]
+    return [
+        ("the run lies in", root),
+        ("its generations", f"coherent-ray ls {root}"),
+        ("are they whole", f"coherent-ray verify {root} --all"),
+        ("every update", f"coherent-ray receipts {root} --last 10"),
+    ]

@@ -1,0 +1,109 @@
+"""``verify``: does what was published still hold, byte for byte, what its digests say?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from coherent_ray.cli.output import (
+    count_text,
+    error_value,
+    json_option,
+    show_json,
+    show_line,
+)
+from coherent_ray.cli.place import Place, place_of, run_argument
+from coherent_ray.cli.receipts import read_receipts
+from coherent_ray.commit.generations import Generations
+from coherent_ray.commit.records import PublishBody
+from coherent_ray.errors import Damage, NoGeneration, ReceiptsDamaged
+from coherent_ray.storage import Storage
+
+
+@click.command()
+@run_argument
+@click.option("--all", "everything", is_flag=True, help="Every generation that is not retired.")
+@click.option("--quick", is_flag=True, help="Compare sizes only; read no shard.")
+@json_option
+def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
+    """Compare every digest of a generation with its files.
+
+    The latest generation of RUN, or the one that is named. Each shard, block and tensor that is not
+    what was published is named, and the exit code is 1. The commit log is always checked whole;
+    with --all, so is the chain of receipts.
+    """
+    place = place_of(run)
+    if everything and place.generation is not None:
+        raise click.UsageError(f"--all means every generation, not {place.generation}")
+    storage = place.open()
+    generations = Generations(storage)
+    found: list[tuple[PublishBody, list[Damage]]] = []
+    for publish in _wanted(generations, place, everything=everything):
+        damages = generations.verify(publish, deep=not quick)
+        found.append((publish, damages))
+        if not as_json:
+            _show(publish, damages, quick=quick)
+    value: dict[str, Any] = {"generations": [_value(*pair) for pair in found]}
+    faults = [damage for _, damages in found for damage in damages]
+    if everything:
+        broken = _broken_chain(storage)
+        value["receipts"] = error_value(broken) if broken else None
+        faults += [broken] if broken else []
+        if not as_json:
+            _show_chain(broken)
+    if as_json:
+        show_json({"whole": not faults, **value})
+    return 1 if faults else 0
+
+
+def _broken_chain(storage: Storage) -> Damage | None:
+    try:
+        for _ in read_receipts(storage):
+            pass
+    except ReceiptsDamaged as damage:
+        return damage
+    return None
+
+
+def _show_chain(broken: Damage | None) -> None:
+    if broken is None:
+        show_line("receipts: the chain is whole", style="good")
+    else:
+        show_line(f"receipts: {broken.where}: {broken.what}", style="bad")
+
+
+def _wanted(generations: Generations, place: Place, *, everything: bool) -> list[PublishBody]:
+    if not everything:
+        return [generations.find(place.generation or "latest")]
+    live = list(generations.history().live)
+    if not live:
+        raise NoGeneration("the run has no published generation", where=place.root)
+    return live
+
+
+def _show(publish: PublishBody, damages: list[Damage], *, quick: bool) -> None:
+    if not damages:
+        how = "every size is right" if quick else "whole"
+        show_line(f"{publish.name} (update {publish.update:,}): {how}", style="good")
+        return
+    show_line(
+        f"{publish.name} (update {publish.update:,}): {count_text(len(damages), 'fault')}",
+        style="bad",
+    )
+    for damage in damages:
+        show_line(f"  {damage.where}: {damage.what}")
+    for remedy in dict.fromkeys(damage.remedy for damage in damages if damage.remedy):
+        show_line(f"  What to do: {remedy}", style="faint")
+
+
+def _value(publish: PublishBody, damages: list[Damage]) -> dict[str, Any]:
+    return {
+        "generation": publish.name,
+        "update": publish.update,
+        "whole": not damages,
+        "damages": [error_value(damage) for damage in damages],
+    }
+
+
+COMMANDS = (verify,)

@@ -1,0 +1,131 @@
+"""``verify``: every kind of damage is found, named and answered with exit code 1."""
+
+from __future__ import annotations
+
+import pytest
+from published import BLOCK, HEADER_BYTES, flip
+
+
+def shard(published, generation: str, rank: int, ranks: int):
+    return published.root / f"generations/{generation}/shard-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def test_a_whole_run(call, published):
+    done = call("verify", published.root, "--all")
+    assert done.code == 0
+    assert done.out.splitlines() == [
+        "g1-a1 (update 10): whole",
+        "g2-a1 (update 20): whole",
+        "g3-a2 (update 30): whole",
+        "receipts: the chain is whole",
+    ]
+
+
+def test_the_latest_alone(call, published):
+    flip(shard(published, "g1-a1", 0, 2), 300)
+    done = call("verify", published.root)
+    assert done.code == 0
+    assert done.out == "g3-a2 (update 30): whole\n"
+
+
+def test_a_flipped_bit_in_every_block(call, published):
+    for block in range(2):
+        path = shard(published, "g3-a2", 1, 3)
+        flip(path, HEADER_BYTES + block * BLOCK)
+        done = call("verify", published.root, "--json")
+        flip(path, HEADER_BYTES + block * BLOCK)
+        assert done.code == 1
+        assert done.json["whole"] is False
+        (generation,) = done.json["generations"]
+        (damage,) = generation["damages"]
+        assert damage["type"] == "ShardDamaged"
+        assert damage["where"].endswith("shard-00001-of-00003.safetensors")
+        assert damage["details"]["block"] == block
+        assert damage["details"]["tensors"] == ["model/weight"]
+    assert call("verify", published.root).code == 0
+
+
+def test_damage_in_words(call, published):
+    flip(shard(published, "g2-a1", 0, 2), HEADER_BYTES + 5)
+    done = call("verify", f"{published.root}@g2")
+    assert done.code == 1
+    first, second, third = done.out.splitlines()
+    assert first == "g2-a1 (update 20): 1 fault"
+    assert "generations/g2-a1/shard-00000-of-00002.safetensors: block 0" in second
+    assert "'model/bias'" in second
+    assert third.strip().startswith("What to do:")
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "size"),
+        (lambda path: path.write_bytes(path.read_bytes() + b"x"), "size"),
+        (lambda path: path.write_bytes(b""), "size"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_harm_to_a_shard(call, published, harm, kind, options):
+    harm(shard(published, "g3-a2", 2, 3))
+    done = call("verify", published.root, "--json", *options)
+    assert done.code == 1
+    (damage,) = done.json["generations"][0]["damages"]
+    assert damage["details"]["kind"] == kind
+
+
+def test_quick_reads_no_shard(call, published):
+    flip(shard(published, "g3-a2", 0, 3), 500)
+    done = call("verify", published.root, "--quick")
+    assert done.code == 0
+    assert done.out == "g3-a2 (update 30): every size is right\n"
+
+
+@pytest.mark.parametrize(
+    "harm", [lambda path: path.unlink(), lambda path: path.write_bytes(b"{}"), lambda p: flip(p, 9)]
+)
+def test_harm_to_a_manifest(call, published, harm):
+    harm(published.root / "generations/g3-a2/manifest.json")
+    done = call("verify", published.root, "--json")
+    assert done.code == 1
+    assert done.json["generations"][0]["damages"][0]["type"] == "ManifestDamaged"
+
+
+def test_all_goes_on_after_damage(call, published):
+    shard(published, "g1-a1", 0, 2).unlink()
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    whole = {g["generation"]: g["whole"] for g in done.json["generations"]}
+    assert whole == {"g1-a1": False, "g2-a1": True, "g3-a2": True}
+    assert done.json["receipts"] is None
+
+
+def test_all_checks_the_receipts(call, published):
+    segment = min((published.root / "receipts").iterdir())
+    flip(segment, 30)
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    assert done.json["receipts"]["type"] == "ReceiptsDamaged"
+    plain = call("verify", published.root, "--all")
+    assert plain.code == 1
+    assert f"receipts: receipts/{segment.name}: the segment does not hash" in plain.out
+
+
+def test_a_file_that_nobody_published(call, published):
+    (published.root / "generations/g3-a2/stray.bin").write_bytes(b"?")
+    done = call("verify", published.root, "--json")
+    assert done.code == 1
+    (damage,) = done.json["generations"][0]["damages"]
+    assert damage["details"]["kind"] == "extra"
+
+
+def test_a_run_without_generations(call, tmp_path, make_run):
+    make_run(tmp_path / "new").open_attempt()
+    for options in ([], ["--all"]):
+        done = call("verify", tmp_path / "new", "--json", *options)
+        assert done.code == 1
+        assert done.json["error"]["type"] == "NoGeneration"
+
+
+def test_all_with_a_generation_is_misuse(call, published):
+    assert call("verify", f"{published.root}@g1", "--all").code == 2
