@@ -99,13 +99,20 @@ def _write_manifest(action: WriteManifest, storage: Storage) -> Event:
             except StorageError:
                 # The answer may be lost and the file written. Only success or `AlreadyExists`
                 # says that it is durable, so seeing it is a reason to ask again, no more.
-                if last_try or storage.read(action.path) != action.data:
+                if last_try or not _holds(storage, action):
                     raise
                 continue
             break
     except Exception as error:
         return ManifestFailed(action.key, _reason(error))
     return ManifestWritten(action.key)
+
+
+def _holds(storage: Storage, action: WriteManifest) -> bool:
+    try:
+        return storage.read(action.path) == action.data
+    except StorageError:
+        return False
 
 
 def _append_publish(action: AppendPublish, log: CommitLog) -> Event:

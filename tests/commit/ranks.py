@@ -100,7 +100,7 @@ class Ranks:
             digest=f"xxh3_128:{_xxh3(bytes.fromhex(''.join(blocks)))}",
         )
 
-    def ack(self, rank: int, **changes: Any) -> Acknowledgement:
+    def ack(self, rank: int, /, **changes: Any) -> Acknowledgement:
         """What a rank says; `changes` make it say something else."""
         words: dict[str, Any] = {
             "attempt": self.attempt,
