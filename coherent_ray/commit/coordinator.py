@@ -14,6 +14,7 @@ from __future__ import annotations
 from coherent_ray.commit.ballot import Acknowledged, Sealed, Stage, Staged, Verified
 from coherent_ray.commit.events import (
     AckReceived,
+    AckWithdrawn,
     Action,
     Answer,
     AppendFailed,
@@ -90,6 +91,8 @@ class Coordinator:
         match event:
             case AckReceived(ack, call):
                 actions = self._acknowledged(ack, call, now)
+            case AckWithdrawn(key, rank, reason):
+                return self._withdrawn(key, rank, reason)
             case ShardsChecked(key, problems):
                 actions = self._checked(key, problems)
             case ManifestWritten(key):
@@ -172,6 +175,12 @@ class Coordinator:
         return self._settle(
             key, "failed", f"rank {ack.rank} acknowledged twice, the second time something else"
         )
+
+    def _withdrawn(self, key: Key, rank: int, reason: str) -> list[Action]:
+        """Settle a generation that a rank cannot complete; later acknowledgements get this fate."""
+        if self._known(key) is not None or not isinstance(self._stages.get(key), Staged | None):
+            return []
+        return self._refuse(_fate(key, "failed", reason, rank=rank))
 
     def _overtaken_by(self, key: Key) -> Key | None:
         begun = [k for k, stage in self._stages.items() if not isinstance(stage, Staged)]

@@ -46,6 +46,15 @@ class AckReceived:
 
 
 @dataclass(frozen=True, slots=True)
+class AckWithdrawn:
+    """A rank says that it will never acknowledge: its shard could not be written."""
+
+    key: Key
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ShardsChecked:
     """The storage has been asked about every shard."""
 
@@ -101,6 +110,7 @@ class Tick:
 Event = (
     HistoryRead
     | AckReceived
+    | AckWithdrawn
     | ShardsChecked
     | ManifestWritten
     | ManifestFailed

@@ -137,7 +137,7 @@ class ShardRecord:
     algorithm: Algorithm
     block_bytes: Positive
     blocks: tuple[str, ...]
-    """Hex digest of each ``block_bytes`` of the file, from its first byte on; the last may be short."""
+    """Hex digest of each ``block_bytes`` of the file, from its first on; the last may be short."""
     digest: Digest
     """Digest of the concatenated raw block digests, under `algorithm`."""
 

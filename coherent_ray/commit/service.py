@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import (
     AckReceived,
+    AckWithdrawn,
     Answer,
     AppendFailed,
     AppendPublish,
@@ -138,6 +139,11 @@ class Service:
             if not self._closed:
                 raise
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
+
+    async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
+        """Take a rank's word that it will never acknowledge a generation."""
+        await self._ready()
+        self._handle(AckWithdrawn(Key(attempt, number), rank, reason))
 
     async def close(self) -> None:
         """Let the piece of I/O that is on its way end, do no more, and answer all who wait."""

@@ -39,6 +39,7 @@ class CoordinatorActor:
         self._service = Service(run_id, self._open_root, **self._options)
         self._wish: Wish = "none"
         self._progress: dict[str, Any] = {}
+        self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "placement_group": None}
 
     async def ping(self) -> dict[str, Any]:
         """Return who this is, within seconds whatever the storage does.
@@ -86,6 +87,32 @@ class CoordinatorActor:
         fate = await self._service.acknowledge(ack)
         return fate.to_json()
 
+    async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
+        """Take a rank's word that it will never acknowledge a generation; none waits for it then.
+
+        Args:
+            attempt: The rank's attempt.
+            number: The generation's number.
+            rank: The rank.
+            reason: One sentence; it becomes the generation's fate.
+        """
+        await self._service.withdraw(attempt, number, rank, reason)
+
+    async def admitted(self, attempt: int, notes: list[str], placement_group: str | None) -> None:
+        """Take down that all ranks of an attempt were admitted; `status` shows it.
+
+        Args:
+            attempt: The attempt.
+            notes: What the user should know.
+            placement_group: Hex id of the group's placement group, for a driver whose Train
+                controller dies without giving it back.
+        """
+        self._admission = {
+            "admitted": attempt,
+            "notes": notes,
+            "placement_group": placement_group,
+        }
+
     async def report(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Take rank 0's latest progress, and return what is wished of the training.
 
@@ -124,7 +151,8 @@ class CoordinatorActor:
         Returns:
             ``run_id``, ``attempt``, ``degraded``, ``progress`` (as last reported), ``wish``,
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
-            timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``.
+            timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
+            ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told).
         """
         return {
             "progress": self._progress,
@@ -132,6 +160,7 @@ class CoordinatorActor:
             "generation": self._service.generation,
             "in_flight": self._service.in_flight(),
             "last_error": self._service.last_error,
+            **self._admission,
             **self._identity(),
         }
 

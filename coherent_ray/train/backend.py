@@ -1,0 +1,166 @@
+"""The gate in Ray Train: a torch backend whose ``on_start`` admits every worker before it goes on.
+
+``on_start`` runs in Ray Train's controller when all workers live and before any of them has a
+process group. What is raised here decides what Ray does: a plain exception ends the run (a refusal
+must not be retried), a `WorkerGroupError` or a dead worker starts the group again.
+
+Ray leaks the group's placement group when ``on_start`` raises, and at exact-fit capacity every
+later start then waits for it for ever. So the group is shut down here, through a private name that
+a test guards (``tests/cluster/test_ray_internals.py``).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import UserCallback, WorkerGroupError
+from ray.train.torch import TorchConfig
+from ray.train.torch.config import _TorchBackend
+
+from coherent_ray import config as config_
+from coherent_ray.commit.fates import name_ranks
+from coherent_ray.config import Config
+from coherent_ray.errors import AdmissionTimeout, CoherentRayError, PeerLost, TrainingFailed
+from coherent_ray.train import coordinators
+from coherent_ray.train.admission import Expected, Ticket, judge
+from coherent_ray.train.admit import Request, take_ticket
+from coherent_ray.train.identity import run_id_of
+
+logger = logging.getLogger(__name__)
+
+
+class AdmissionBackend(_TorchBackend):  # type: ignore[misc]
+    """Admits, then sets up the process group. Ray keeps one for all attempts: it holds no state."""
+
+    def on_start(self, worker_group: Any, backend_config: AdmissionConfig) -> None:
+        """Open an attempt, admit every rank, and let the group enter its first collective."""
+        try:
+            admit_group(worker_group, backend_config)
+            super().on_start(worker_group, backend_config)
+        except BaseException:
+            release(worker_group)
+            raise
+
+
+@dataclass
+class AdmissionConfig(TorchConfig):  # type: ignore[misc]
+    """Ray Train's torch configuration, with the admission in front. See `torch_config`."""
+
+    run: dict[str, Any] = field(default_factory=dict)
+    """The whole configuration, as plain values."""
+    code_path: str = ""
+    """Directory from which the driver imports the task; workers look there too."""
+
+    @property
+    def backend_cls(self) -> type[AdmissionBackend]:
+        """What Ray Train runs."""
+        return AdmissionBackend
+
+
+def torch_config(config: Config) -> AdmissionConfig:
+    """Return the ``torch_config`` for Ray's `TorchTrainer` that admits every worker first.
+
+    Args:
+        config: The run's configuration.
+    """
+    values = config.resolved().model_dump(mode="json")
+    return AdmissionConfig(
+        timeout_s=int(config.cluster.collective_timeout_s), run=values, code_path=str(Path.cwd())
+    )
+
+
+def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
+    """Open an attempt and judge every worker's ticket.
+
+    Raises:
+        AdmissionRefused: A rank does not agree; not retried.
+        WorkerGroupError: A rank did not answer in time; retried.
+    """
+    config = config_.build(backend_config.run)
+    run_id = run_id_of(config)
+    coordinator = coordinators.connect(
+        run_id,
+        config.run.root,
+        ack_timeout_s=config.checkpoint.ack_timeout_s,
+        read_back=config.checkpoint.verify == "read_back",
+    )
+    token = str(worker_group.get_worker_group_context().run_attempt_id)
+    attempt = coordinators.answer(coordinator.open_attempt.remote(token))
+    request = Request(backend_config.run, backend_config.code_path, run_id, attempt)
+    tickets = _tickets(worker_group, request, config.cluster.admission_timeout_s)
+    expected = Expected(run_id, attempt, len(tickets))
+    judge(tickets, expected, same_environment=config.run.claim != "statistical")
+    for note in tickets[0].notes:
+        logger.warning("attempt %d: %s", attempt, note)
+    coordinators.answer(
+        coordinator.admitted.remote(attempt, list(tickets[0].notes), _placement_group(worker_group))
+    )
+
+
+def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[Ticket]:
+    references = worker_group.execute_async(take_ticket, request)
+    _, late = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+    if late:
+        missing = [rank for rank, ref in enumerate(references) if ref in late]
+        timeout = AdmissionTimeout(
+            f"{name_ranks(missing)} did not answer within {timeout_s:g} s",
+            where="admission",
+            remedy="look at those workers' nodes; cluster.admission_timeout_s gives more time",
+            details={"missing": missing},
+        )
+        raise WorkerGroupError(str(timeout), dict.fromkeys(missing, timeout))
+    tickets: list[Ticket] = ray.get(references)
+    return tickets
+
+
+def _placement_group(worker_group: Any) -> str | None:
+    """Return the id of a group's placement group, for whoever outlives this controller."""
+    handle = worker_group._worker_group_state.placement_group_handle
+    group = getattr(handle, "placement_group", None)
+    return group.id.hex() if group is not None else None
+
+
+def release(worker_group: Any) -> None:
+    """Give back a worker group's workers and placement group."""
+    state = worker_group._worker_group_state
+    if state is not None:
+        state.shutdown()
+
+
+class FatalErrors(UserCallback):  # type: ignore[misc]
+    """Ends the run at once for an error that a restart would only meet again.
+
+    Ray Train restarts after *any* error of a worker. A death, or a collective that lost its peer,
+    is worth a restart; an exception of the task or a refusal is not. What is raised here reaches
+    ``fit`` as its error.
+    """
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Raise the first fatal error, by rank."""
+        for rank in sorted(worker_exceptions):
+            raise_if_fatal(rank, worker_exceptions[rank])
+
+
+def raise_if_fatal(rank: int, error: Exception) -> None:
+    """Raise what a rank raised, unless a restart may cure it.
+
+    Args:
+        rank: The rank.
+        error: As Ray Train reports it: a worker's own exception is wrapped.
+    """
+    own = getattr(error, "_base_exc", None)
+    if own is None or isinstance(own, PeerLost | AdmissionTimeout):
+        return
+    if isinstance(own, CoherentRayError):
+        raise own
+    raise TrainingFailed(
+        f"rank {rank}: {type(own).__name__}: {own}",
+        where=f"rank {rank}",
+        remedy="the traceback is below; the run resumes at its last generation once this is mended",
+        details={"traceback": str(error)},
+    )

@@ -1,0 +1,133 @@
+"""The run's dataset: scanned from the files as they are now, and kept in its root to compare with.
+
+The dataset's hash goes into every generation. Its manifest lies once in the run's root, named by
+that hash, so that a refusal can say *what* changed and not only that something did.
+"""
+
+from __future__ import annotations
+
+from pydantic import TypeAdapter, ValidationError
+
+from coherent_ray import canonical
+from coherent_ray.commit.manifest import PlanIdentity
+from coherent_ray.config import Config
+from coherent_ray.data import order
+from coherent_ray.data.dataset import DatasetManifest, differences, scan
+from coherent_ray.data.sources import Source, open_source
+from coherent_ray.digests import Digest
+from coherent_ray.errors import AdmissionRefused, AlreadyExists, StorageError
+from coherent_ray.storage.base import Storage
+
+_ADAPTER: TypeAdapter[DatasetManifest] = TypeAdapter(DatasetManifest)
+
+
+def scan_now(config: Config) -> DatasetManifest:
+    """Return what the configured files hold at this moment.
+
+    Raises:
+        DataError: They are missing, unreadable, empty, or lack a column.
+    """
+    source = config.data.source
+    return scan(
+        source.paths,
+        source.format,
+        source.columns,
+        config.data.verify,
+        window=source.window,
+        dtype=source.dtype,
+    )
+
+
+def open_configured(config: Config, dataset: DatasetManifest) -> Source:
+    """Return the source of the configured files.
+
+    Raises:
+        DataError: The files are no longer what was scanned.
+    """
+    source = config.data.source
+    return open_source(
+        source.paths,
+        source.format,
+        source.columns,
+        dataset,
+        window=source.window,
+        dtype=source.dtype,
+    )
+
+
+def identity_of(config: Config, dataset: DatasetManifest) -> PlanIdentity:
+    """Return what decides which examples the run's updates take."""
+    data = config.data
+    return PlanIdentity(
+        dataset_hash=dataset.hash,
+        examples=dataset.rows,
+        seed=data.seed,
+        order=order.NAME,
+        global_batch=data.global_batch,
+        lanes=data.lanes,
+        microbatch=data.microbatch,
+    )
+
+
+def path_of(dataset_hash: Digest) -> str:
+    """Return where a dataset's manifest lies, relative to the run's root."""
+    return f"datasets/{dataset_hash.replace(':', '-')}.json"
+
+
+def keep(storage: Storage, dataset: DatasetManifest) -> None:
+    """Store a dataset's manifest; it may be there already.
+
+    Raises:
+        StorageError: The storage failed.
+    """
+    data = canonical.dump(_ADAPTER.dump_python(dataset, mode="json"))
+    try:
+        storage.create(path_of(dataset.hash), data)
+    except AlreadyExists:
+        return
+
+
+def check_same(
+    storage: Storage, stored: PlanIdentity, now: PlanIdentity, dataset: DatasetManifest
+) -> None:
+    """Return if a resumed run would take the same examples in the same order.
+
+    Args:
+        storage: The run's root.
+        stored: The plan of the generation to resume from.
+        now: The plan that the configuration and the files give.
+        dataset: The dataset as scanned now.
+
+    Raises:
+        AdmissionRefused: Something that decides the data order changed; says what.
+    """
+    if stored.dataset_hash != now.dataset_hash:
+        changes = _changes(storage, stored.dataset_hash, dataset)
+        raise AdmissionRefused(
+            f"the data is not the data that this run was trained on: {changes}",
+            where="data.source.paths",
+            remedy="restore the files, or start a new run under another run.root",
+            details={"stored": stored.dataset_hash, "now": now.dataset_hash},
+        )
+    for name in ("order", "seed", "lanes", "global_batch", "microbatch", "examples"):
+        before, after = getattr(stored, name), getattr(now, name)
+        if before != after:
+            raise AdmissionRefused(
+                f"data.{name} is {after}, but this run was started with {before}: the updates "
+                "would no longer take the same examples",
+                where=f"data.{name}",
+                remedy=f"set data.{name}: {before}, or start a new run under another run.root",
+                details={"stored": before, "now": after},
+            )
+
+
+def _changes(storage: Storage, stored: Digest, dataset: DatasetManifest) -> str:
+    try:
+        before = _ADAPTER.validate_json(storage.read(path_of(stored)))
+    except (StorageError, ValidationError):
+        return f"its hash was {stored} and is {dataset.hash}"
+    if before.hash != stored:
+        return f"its hash was {stored} and is {dataset.hash}"
+    found = differences(before, dataset)
+    shown = "; ".join(found[:5]) or f"its hash was {stored} and is {dataset.hash}"
+    return shown + (f"; and {len(found) - 5} more changes" if len(found) > 5 else "")

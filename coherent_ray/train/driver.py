@@ -1,0 +1,216 @@
+"""The driver process: one connection to Ray, one training run after the other until it is done.
+
+Started by `coherent_ray.train.supervisor`, which restarts it when it dies. What happens inside Ray
+(a worker dies, a node is lost) Ray Train handles. Handled here: the Train controller dies, and the
+run goes on under a new one. What this process cannot survive (the head is gone for good) ends it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.train import ControllerError, TrainingFailedError
+
+from coherent_ray import config as config_
+from coherent_ray.config import Config
+from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
+from coherent_ray.train import coordinators, events, preflight
+from coherent_ray.train.events import Event
+from coherent_ray.train.local_ray import connected
+from coherent_ray.train.preflight import Preflight
+from coherent_ray.train.trainer import make_trainer, set_environment
+
+POLL_S = 0.2
+#: Seconds between two requests to stop: an attempt that opens in between forgets the first.
+ASK_AGAIN_S = 1.0
+#: Exit status by which a driver says that a new one should take over.
+RESTART = 75
+#: Seconds without any answer from Ray after which this driver gives up.
+SILENCE_S = 90.0
+
+
+class Driver:
+    """One driver's life."""
+
+    def __init__(self, config: Config, tell: Any) -> None:
+        self._config = config
+        self._tell = tell
+        self._stop_asked = threading.Event()
+        self._asked_at = 0.0
+        self._saves: dict[str, dict[str, Any]] = {}
+        self._placement: str | None = None
+        self._last_notes: list[str] = []
+
+    def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Ask the run to publish one more generation and end; a signal handler."""
+        self._stop_asked.set()
+
+    def run(self) -> None:
+        """Train until the run is complete or was asked to stop.
+
+        Raises:
+            CoherentRayError: It cannot go on.
+        """
+        config = self._config
+        before = preflight.check(config)
+        if before.complete:
+            self._finished(before, stopped=False)
+            return
+        set_environment(config.cluster)
+        with connected(config.cluster) as address:
+            self._tell(Event("started", facts={"address": address, **_facts(before)}))
+            try:
+                self._train(before)
+            finally:
+                self._end_coordinator(before.run_id)
+
+    def _train(self, before: Preflight) -> None:
+        failures = 0
+        while not self._fit(before.run_id):
+            failures += 1
+            if failures > self._config.cluster.max_failures >= 0:
+                raise TrainingFailed(
+                    f"Ray Train's controller died {failures} times",
+                    remedy="see the logs of the head node; cluster.max_failures allows more",
+                )
+            self._tell(Event("restarting", "Ray Train's controller is gone; starting another"))
+            self._free_placement()
+            if self._stop_asked.is_set():
+                raise Interrupted("stopped before another controller was started")
+        after = preflight.check(self._config)
+        self._finished(after, stopped=not after.complete)
+
+    def _fit(self, run_id: str) -> bool:
+        """Run Ray Train once; False: its controller died and another should go on.
+
+        `fit` blocks, and in a main thread would take the signals: so it has a thread of its own.
+        """
+        trainer = make_trainer(self._config)
+        outcome: list[BaseException | None] = []
+
+        def fit() -> None:
+            try:
+                trainer.fit()
+            except BaseException as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        thread = threading.Thread(target=fit, name="ray-train-fit", daemon=True)
+        thread.start()
+        heard = time.monotonic()
+        while thread.is_alive():
+            thread.join(POLL_S)
+            if self._look(run_id):
+                heard = time.monotonic()
+            elif time.monotonic() - heard > SILENCE_S and not ray.is_initialized():
+                raise ClusterError("Ray does not answer any more", remedy="is the head node up?")
+        self._look(run_id)
+        return _judge(outcome[0])
+
+    def _look(self, run_id: str) -> bool:
+        """Pass on the coordinator's status, and a request to stop; False: no answer."""
+        try:
+            handle = coordinators.find(run_id)
+            if handle is None:
+                return True
+            if self._stop_asked.is_set() and time.monotonic() - self._asked_at > ASK_AGAIN_S:
+                handle.request.remote("stop")
+                self._asked_at = time.monotonic()
+            status = ray.get(handle.status.remote(), timeout=5.0)
+        except (RayError, RuntimeError, ConnectionError, TimeoutError):
+            return False
+        for save in status["progress"].get("saves", []):
+            self._saves[save["name"]] = save
+        self._placement = status.get("placement_group") or self._placement
+        notes = status.get("notes") or []
+        for note in notes:
+            if note not in self._last_notes:
+                self._tell(Event("note", note))
+        self._last_notes = notes
+        self._tell(Event("progress", facts=status))
+        return True
+
+    def _free_placement(self) -> None:
+        """Give back what a dead controller held; nobody else does where there is no dashboard."""
+        if self._placement is None:
+            return
+        from ray._raylet import PlacementGroupID
+        from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(self._placement)))
+        self._placement = None
+
+    def _end_coordinator(self, run_id: str) -> None:
+        try:
+            coordinators.stop(run_id, timeout_s=20.0)
+        except (RayError, RuntimeError, CoherentRayError):
+            return  # it goes with its cluster, or `coherent-ray stop` ends it
+
+    def _finished(self, after: Preflight, *, stopped: bool) -> None:
+        facts = {**_facts(after), "stopped": stopped, "saves": list(self._saves.values())}
+        self._tell(Event("finished", facts=facts))
+
+
+def _facts(found: Preflight) -> dict[str, Any]:
+    return {
+        "run_id": found.run_id,
+        "updates": found.updates,
+        "done": found.done,
+        "latest": found.latest,
+        "complete": found.complete,
+    }
+
+
+def _judge(error: BaseException | None) -> bool:
+    """Turn what ``fit`` ended with into: done (True), another controller (False), or an error."""
+    if error is None:
+        return True
+    cause = error.controller_failure if isinstance(error, ControllerError) else error
+    if isinstance(cause, RayTaskError) and isinstance(cause.cause, CoherentRayError):
+        cause = cause.cause
+    if isinstance(cause, CoherentRayError):
+        raise cause
+    if isinstance(error, RayActorError):
+        return False
+    if isinstance(error, TrainingFailedError):
+        raise TrainingFailed(
+            str(error).strip() or type(error).__name__,
+            remedy="the run resumes at its latest generation: run the same command again",
+        ) from error
+    raise error
+
+
+def main() -> int:
+    """Read the configuration from standard input and run; events go to the given descriptor."""
+    values = config_.build(json.load(sys.stdin))
+    stream = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+
+    def tell(event: Event) -> None:
+        events.write(stream, event)
+
+    driver = Driver(values, tell)
+    signal.signal(signal.SIGTERM, driver.stop)
+    signal.signal(signal.SIGINT, driver.stop)
+    try:
+        driver.run()
+    except CoherentRayError as error:
+        tell(events.from_error(error))
+        return error.exit_code
+    except (RayError, ConnectionError) as error:
+        tell(Event("restarting", f"the driver lost Ray: {error}"))
+        return RESTART
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

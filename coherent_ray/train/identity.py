@@ -1,0 +1,42 @@
+"""A run's id: from the configuration, from its history, or from where it lies."""
+
+from __future__ import annotations
+
+import re
+
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.config import Config
+from coherent_ray.digests import digest_of
+from coherent_ray.errors import WrongRun
+from coherent_ray.storage import open_storage
+
+_SUFFIX_DIGITS = 8
+_NAME_LENGTH = 64
+
+
+def run_id_of(config: Config) -> str:
+    """Return the id of the run that a configuration means.
+
+    The history's word counts; a new run takes ``run.run_id``, or a name made of its root.
+
+    Raises:
+        WrongRun: ``run.run_id`` is set, and the root holds another run.
+        LogDamaged: The root's commit log cannot be trusted.
+    """
+    stored = CommitLog(open_storage(config.run.root)).read().run_id
+    wanted = config.run.run_id
+    if stored is not None and wanted not in {None, stored}:
+        raise WrongRun(
+            f"the root holds run {stored!r}, but run.run_id is {wanted!r}",
+            where=config.run.root,
+            remedy=f"set run.run_id: {stored}, or give this run a root of its own",
+        )
+    return stored or wanted or derived(config.resolved().run.root)
+
+
+def derived(root: str) -> str:
+    """Return a name for the run under a root: its last part, and a digest of the whole address."""
+    last = root.rstrip("/").rpartition("/")[2].lower()
+    name = re.sub(r"[^a-z0-9_.-]+", "-", last).strip("-._")[:_NAME_LENGTH] or "run"
+    digest = digest_of(root.encode()).partition(":")[2]
+    return f"{name}-{digest[:_SUFFIX_DIGITS]}"

@@ -1,0 +1,73 @@
+"""The training function of a configured task: what `coherent-ray run` runs in every worker.
+
+It is written against the public session and nothing else, so it is also the example for a training
+function of one's own.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from torch import nn
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coherent_ray import config as config_
+from coherent_ray.config import Config
+from coherent_ray.errors import ConfigError
+from coherent_ray.train.admit import build_model, current
+from coherent_ray.train.outcome import report_outcome
+from coherent_ray.train.session import Session, session
+from coherent_ray.train.task import Task, WithOptimizer, WithScheduler
+
+
+def train(values: dict[str, Any]) -> None:
+    """Train the configured task from where its published history ends to its last update.
+
+    Args:
+        values: The whole configuration as plain values.
+    """
+    admitted = current()
+    task = admitted.task
+    if task is None:
+        raise ConfigError("no task is configured", where="task", remedy="set task.factory")
+    with session(config_.build(values)) as run:
+        model = take_model(task, run)
+        optimizer = make_optimizer(task, model, run.config)
+        run.track(model, optimizer, make_scheduler(task, optimizer, run.updates_total))
+        for update in run.updates():
+            for micro in update.microbatches():
+                loss_sum, count = task.loss(run.model, micro.batch)
+                update.backward(loss_sum, count)
+            update.step()
+    report_outcome(run)
+
+
+def take_model(task: Task, run: Session) -> nn.Module:
+    """Return the task's model on the run's device, in training mode."""
+    admitted = current()
+    model = admitted.model if admitted.model is not None else build_model(task, run.plan)
+    admitted.model = None
+    return model.to(run.device).train()
+
+
+def make_optimizer(task: Task, model: nn.Module, config: Config) -> Optimizer:
+    """Return the task's optimizer, or the configuration's AdamW."""
+    if hasattr(task, "configure_optimizer"):
+        return cast(WithOptimizer, task).configure_optimizer(model)
+    settings = config.optimizer
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    first, second = settings.betas
+    return AdamW(
+        trainable,
+        lr=settings.lr,
+        betas=(first, second),
+        weight_decay=settings.weight_decay,
+    )
+
+
+def make_scheduler(task: Task, optimizer: Optimizer, updates: int) -> LRScheduler | None:
+    """Return the task's scheduler; None where it has none."""
+    if not hasattr(task, "configure_scheduler"):
+        return None
+    return cast(WithScheduler, task).configure_scheduler(optimizer, updates)

@@ -1,0 +1,65 @@
+"""What the driver's display shows: rank 0's latest numbers, sent without waiting."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from coherent_ray.train.boundaries import Boundaries
+from coherent_ray.train.coordination import Line
+from coherent_ray.train.saving import describe
+
+if TYPE_CHECKING:
+    from coherent_ray.train.update import Update
+
+#: Weight of the newest update in the moving rate.
+_NEWEST = 0.2
+
+
+class Progress:
+    """Rank 0's progress; every other rank's does nothing."""
+
+    def __init__(self, line: Line, rank: int, total: int, done: int) -> None:
+        self._line = line
+        self._rank = rank
+        self._total = total
+        self._resumed_at = done
+        self._last = time.monotonic()
+        self._rate = 0.0
+        self.metrics: dict[str, Any] = {"update": done, "updates": total}
+        """Of the last update; what Ray Train gets at the end."""
+
+    def update(self, update: Update, tip: str, boundaries: Boundaries, *, ended: bool) -> None:
+        """Take in a finished update.
+
+        Args:
+            update: It.
+            tip: Digest of its receipt.
+            boundaries: For the newest generation and its stall.
+            ended: Whether it is the last of this attempt.
+        """
+        now = time.monotonic()
+        rate = update.examples / max(now - self._last, 1e-9)
+        self._last = now
+        self._rate = rate if self._rate == 0.0 else self._rate + _NEWEST * (rate - self._rate)
+        saves = boundaries.saves
+        self.metrics = {
+            "update": update.number,
+            "updates": self._total,
+            "epoch": update.epoch,
+            "loss": update.loss,
+            "grad_norm": update.grad_norm,
+            "examples_per_s": self._rate,
+            "generation": boundaries.published,
+            "receipt": tip,
+            "resumed_at": self._resumed_at,
+        }
+        if self._rank == 0:
+            stalls = boundaries.stalls_s
+            shown = {
+                **self.metrics,
+                "saves": [describe(saved) for saved in saves],
+                "stalls_s": stalls,
+                "ended": ended,
+            }
+            self._line.report(shown, now=ended)

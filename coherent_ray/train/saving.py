@@ -1,0 +1,241 @@
+"""One rank's saves: snapshot now, everything else behind training, the fate at the next boundary.
+
+`Saver.begin` stalls training for one copy of this rank's part of the state (and for the last save, if
+that is still in flight). The thread behind writes the shard, acknowledges it, and so learns the
+generation's fate. Ranks act on a fate only where all of them look at it: at the next save, or at the
+end. So all of them count the same failures and stop at the same boundary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from coherent_ray.commit import manifest as records
+from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.manifest import Acknowledgement, GenerationHeader, ShardRecord
+from coherent_ray.config import Checkpoint
+from coherent_ray.digests import digest_of
+from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
+from coherent_ray.state.capture import State
+from coherent_ray.state.fingerprint import Fingerprint
+from coherent_ray.state.shards import write_shard
+from coherent_ray.state.snapshot import Snapshot
+from coherent_ray.state.writer import BackgroundWriter
+from coherent_ray.storage.base import Storage
+from coherent_ray.train.hooks import Hook, reach
+
+Acknowledge = Callable[[Acknowledgement], Fate]
+Withdraw = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """How one save went."""
+
+    name: str
+    number: int
+    update: int
+    fate: Fate
+    stall_s: float
+    """Seconds that training stood still."""
+    durable_s: float
+    """Seconds from the snapshot until this rank knew the fate."""
+    shard_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """What a save is about to store, complete but for the shard."""
+
+    header: GenerationHeader
+    prints: Fingerprint
+    receipts: bytes
+    """The segment that `header.receipts` names; rank 0 writes it."""
+
+
+class Saver:
+    """Makes one rank's part of generations. For the training thread."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        rank: int,
+        options: Checkpoint,
+        acknowledge: Acknowledge,
+        withdraw: Withdraw,
+        hook: Hook | None = None,
+    ) -> None:
+        """Make a saver; nothing is allocated before the first save.
+
+        Args:
+            storage: The run's root.
+            rank: This rank.
+            options: The configuration's checkpoint section.
+            acknowledge: Hands an acknowledgement in, and waits for the fate.
+            withdraw: Says that this rank will never acknowledge a generation, and why.
+            hook: Called at named points, for drills.
+        """
+        self._storage = storage
+        self._rank = rank
+        self._options = options
+        self._acknowledge = acknowledge
+        self._withdraw = withdraw
+        self._hook = hook
+        self._writer = BackgroundWriter()
+        self._snapshot: Snapshot | None = None
+        self._pending: Future[Saved] | None = None
+        self._failures = 0
+        self.last: Saved | None = None
+        """The newest save whose fate is known and was looked at."""
+        self.stalls_s: list[float] = []
+        """Seconds that training stood still, a save."""
+
+    def settle(self) -> Saved | None:
+        """Wait for the save in flight and act on its fate; all ranks do so at the same boundary.
+
+        Returns:
+            The save; None where none was in flight.
+
+        Raises:
+            ReplicaDiverged: The ranks hold different states: training must not go on.
+            Fenced: A later attempt has opened.
+            SaveFailed: One more save failed than `max_failed_saves` allows.
+        """
+        if self._pending is None:
+            return None
+        saved = self._pending.result()
+        self._pending = None
+        self.last = saved
+        fate = saved.fate
+        if fate.kind in {"diverged", "fenced"}:
+            fate.raise_for_error()
+        self._failures = self._failures + 1 if fate.kind == "failed" else 0
+        if self._failures > self._options.max_failed_saves:
+            raise SaveFailed(
+                f"{self._failures} saves in a row failed, the last one because {fate.reason}",
+                where=f"generation {fate.name}",
+                remedy="mend what is named here and run again: the run resumes at its latest "
+                "generation, which is untouched",
+                details=dict(fate.details),
+            )
+        return saved
+
+    def begin(self, state: State, boundary: Boundary, since: float) -> float:
+        """Take the snapshot of a boundary and let the rest happen behind training.
+
+        Call `settle` first.
+
+        Args:
+            state: References to the live state.
+            boundary: What the generation will say.
+            since: When training stopped for this save, on `time.monotonic`.
+
+        Returns:
+            Seconds that training stood still.
+        """
+        header = boundary.header
+        if self._snapshot is None or self._snapshot.layout != header.layout:
+            self._snapshot = Snapshot(header.layout, self._rank, header.ranks)
+        self._snapshot.take(state.tensors)
+        stall = time.monotonic() - since
+        self.stalls_s.append(stall)
+        self._pending = self._writer.submit(lambda: self._save(boundary, stall))
+        return stall
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is in flight or its fate was not looked at."""
+        return self._pending is not None
+
+    def close(self) -> None:
+        """Let the save in flight finish, and end the thread."""
+        self._writer.close()
+
+    # --- behind training --------------------------------------------------------------------------
+
+    def _save(self, boundary: Boundary, stall: float) -> Saved:
+        begun = time.monotonic()
+        header = boundary.header
+        size = 0
+        try:
+            shard = self._write(boundary)
+            size = shard.size
+            fate = self._acknowledge(self._word(boundary, shard))
+        except Exception as error:
+            fate = self._failed(header, error)
+        durable = time.monotonic() - begun + stall
+        name = records.generation_name(header.number, header.attempt)
+        return Saved(name, header.number, header.update, fate, stall, durable, size)
+
+    def _write(self, boundary: Boundary) -> ShardRecord:
+        assert self._snapshot is not None
+        header = boundary.header
+        reach(self._hook, "save:begin")
+        if self._rank == 0 and header.receipts is not None:
+            self._write_receipts(header.receipts.path, boundary.receipts)
+        shard = write_shard(
+            self._storage,
+            header.directory,
+            self._rank,
+            header.ranks,
+            header.layout,
+            self._snapshot.memory,
+            self._options.digest,
+            self._options.block_bytes,
+            hooks=self._hook,
+        )
+        reach(self._hook, "save:acknowledge")
+        return shard
+
+    def _write_receipts(self, path: str, data: bytes) -> None:
+        try:
+            self._storage.create(path, data)
+        except AlreadyExists:
+            # Only this attempt writes under this name: an answer that was lost, or a fault.
+            if self._storage.read(path) != data:
+                raise StorageError(
+                    "the receipts are there already, and differ", where=path
+                ) from None
+
+    def _word(self, boundary: Boundary, shard: ShardRecord) -> Acknowledgement:
+        header = boundary.header
+        return Acknowledgement(
+            attempt=header.attempt,
+            number=header.number,
+            rank=self._rank,
+            ranks=header.ranks,
+            shard=shard,
+            header_digest=digest_of(records.dump(header)),
+            fingerprint=boundary.prints.digest,
+            tensor_fingerprints=boundary.prints.tensors,
+            header=header if self._rank == 0 else None,
+        )
+
+    def _failed(self, header: GenerationHeader, error: Exception) -> Fate:
+        """Tell the others that this rank will not acknowledge, so that none waits for it."""
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, CoherentRayError):
+            reason = f"{error.where}: {error.what}" if error.where else error.what
+        reason = f"rank {self._rank} could not save: {reason}"
+        try:
+            self._withdraw(header.number, reason)
+        except Exception as lost:
+            reason += f" (and the coordinator could not be told: {lost})"
+        return Fate("failed", header.number, header.attempt, reason)
+
+
+def describe(saved: Saved) -> dict[str, Any]:
+    """Return a save as JSON values, for progress displays."""
+    return {
+        "name": saved.name,
+        "update": saved.update,
+        "fate": saved.fate.kind,
+        "reason": saved.fate.reason,
+        "stall_s": saved.stall_s,
+        "durable_s": saved.durable_s,
+        "shard_bytes": saved.shard_bytes,
+    }

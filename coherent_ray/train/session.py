@@ -1,0 +1,254 @@
+"""The session: what a training function holds.
+
+    with coherent_ray.session(config) as run:
+        run.track(model, optimizer, scheduler)
+        for update in run.updates():
+            for micro in update.microbatches():
+                loss_sum, count = task.loss(run.model, micro.batch)
+                update.backward(loss_sum, count)
+            update.step()
+
+`updates` starts where the published history ends. A rank that raises inside an update still votes in
+that update's reduction, so the others raise too and none waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, Self
+
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from coherent_ray.config import Config
+from coherent_ray.data.loader import Loader
+from coherent_ray.errors import ConfigError, PeerLost, StateMismatch, TrainingFailed
+from coherent_ray.state.capture import State, capture, check_spec, restore, state_spec
+from coherent_ray.train import agreement, datasets, hooks
+from coherent_ray.train.admit import Admitted, current
+from coherent_ray.train.boundaries import Boundaries
+from coherent_ray.train.buffers import LaneBuffers
+from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP, Line
+from coherent_ray.train.progress import Progress
+from coherent_ray.train.receipts import ReceiptChain
+from coherent_ray.train.reduce import LaneReducer
+from coherent_ray.train.saving import Saver
+from coherent_ray.train.update import Update
+
+Collate = Callable[..., Any]
+
+
+def session(config: Config | None = None, *, collate: Collate | None = None) -> Session:
+    """Return the session of this worker, inside a function that Ray's `TorchTrainer` runs.
+
+    Args:
+        config: The configuration that the trainer's ``torch_config`` was made from; None: that one.
+        collate: Turns rows into a batch; None: the task's.
+
+    Raises:
+        AdmissionRefused: This worker was never admitted.
+        ConfigError: The configuration is another, or there is no collate function.
+    """
+    admitted = current()
+    if config is not None and config.resolved() != admitted.config:
+        raise ConfigError(
+            "the session's configuration is not the one that the workers were admitted with",
+            where="coherent_ray.session",
+            remedy="make both from one configuration: torch_config(config) and session(config)",
+        )
+    chosen = collate or (admitted.task.collate if admitted.task else None)
+    if chosen is None:
+        raise ConfigError(
+            "nothing says how rows become a batch",
+            where="coherent_ray.session",
+            remedy="pass collate=..., or name a task in the configuration",
+        )
+    return Session(admitted, chosen)
+
+
+class Session:
+    """One rank's run, from admission to the last update."""
+
+    def __init__(self, admitted: Admitted, collate: Collate) -> None:
+        self._admitted = admitted
+        self._collate = collate
+        self.config = admitted.config
+        self.rank = admitted.rank
+        self.ranks = admitted.ranks
+        self.device = admitted.device
+        self.plan = admitted.plan
+        self.position = admitted.position
+        """What is read next; grows with every update."""
+        self.stopped = False
+        """Whether the run was asked to stop, and has."""
+        self._model: nn.Module | None = None
+        self._update: Update | None = None
+
+    # --- what a training function uses ------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The tracked model, on this rank's device."""
+        if self._model is None:
+            raise ConfigError(
+                "no model is tracked",
+                remedy="call run.track(model, optimizer) before run.updates()",
+            )
+        return self._model
+
+    @property
+    def updates_total(self) -> int:
+        """Updates of the whole run."""
+        return total_updates(self.config, self.plan.updates_per_epoch)
+
+    def track(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        scaler: GradScaler | None = None,
+    ) -> None:
+        """Say what is trained; gives it the state of the generation to resume from.
+
+        Args:
+            model: On `device`; the same on every rank.
+            optimizer: Of the model's parameters.
+            scheduler: Takes one step after each update.
+            scaler: None: one is made where the precision is fp16.
+
+        Raises:
+            StateMismatch: It does not fit the stored state, or the ranks differ.
+        """
+        self._model = model
+        self.optimizer = optimizer
+        self.scheduler = scheduler
+        if scaler is None and self.config.training.precision == "fp16":
+            scaler = GradScaler(self.device.type)
+        self.scaler = scaler
+        self._restore()
+        agreement.check_same_start(self.capture(), self.rank, self.ranks, self.device)
+        self.reducer = LaneReducer(
+            list(model.named_parameters()), self.config.data.lanes, self.rank, self.ranks
+        )
+        self.buffers = LaneBuffers(model)
+
+    def updates(self) -> Iterator[Update]:
+        """Yield the updates that are left, in order; each must be stepped before the next.
+
+        Raises:
+            SaveFailed: More saves in a row failed than the configuration allows.
+        """
+        first, last = self.position.update + 1, self.updates_total
+        if first > last:
+            return
+        for loaded in self.loader.updates(first, last):
+            self._update = Update(self, loaded)
+            yield self._update
+            if not self._update.stepped:
+                raise TrainingFailed(
+                    f"update {loaded.plan.update} was not stepped",
+                    remedy="call update.step() once at the end of every update",
+                )
+            self._update = None
+            if self.stopped:
+                return
+
+    def capture(self) -> State:
+        """Return the whole state as it is now: references, no copies."""
+        return capture(self.model, self.optimizer, self.scheduler, self.scaler)
+
+    # --- what an update uses ----------------------------------------------------------------------
+
+    def wishes(self) -> int:
+        """Return what this rank wishes at the next boundary, as bits."""
+        return self._line.take_wish() if self.rank == 0 else 0
+
+    def advance(self, update: Update, wishes: int) -> None:
+        """Take in a finished update: receipt, progress, and a generation where one is due."""
+        number = update.number
+        self.position = self.plan.after(number)
+        self.stopped = bool(wishes & WISH_STOP)
+        ended = self.stopped or number == self.updates_total
+        due = number % self.config.checkpoint.every_updates == 0
+        if due or ended or wishes & WISH_SAVE:
+            self.boundaries.save(self.position, self.capture())
+        if ended:
+            self.boundaries.finish(self.position, self.capture())
+        self.progress.update(update, self.chain.tip, self.boundaries, ended=ended)
+
+    # --- life -------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        admitted = self._admitted
+        self._line = Line(admitted.run_id, admitted.attempt, self.rank)
+        self.chain = ReceiptChain(admitted.receipt_tip, self.position.update)
+        self.loader = Loader(
+            datasets.open_configured(self.config, admitted.dataset),
+            self.plan,
+            self.rank,
+            self.ranks,
+            self._collate,
+            prefetch=self.config.data.prefetch,
+        )
+        saver = Saver(
+            admitted.storage,
+            self.rank,
+            self.config.checkpoint,
+            self._line.acknowledge,
+            self._line.withdraw,
+            hooks.installed(),
+        )
+        self.boundaries = Boundaries(admitted, saver, self.chain)
+        self.progress = Progress(self._line, self.rank, self.updates_total, self.position.update)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.loader.close()
+        try:
+            if isinstance(error, Exception):
+                self._vote_failed(error)
+        finally:
+            self.boundaries.close(wait=error is None)
+
+    def _vote_failed(self, error: Exception) -> None:
+        """Let the other ranks know that this one fails, unless they fail or know already."""
+        update = self._update
+        if update is None or update.voted or isinstance(error, PeerLost):
+            return
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            self.reducer.abort(reason)
+        except PeerLost:
+            return
+        except TrainingFailed as failed:
+            # One error for the whole group; the rank's own is its cause, for the traceback.
+            raise failed from error
+
+    def _restore(self) -> None:
+        admitted = self._admitted
+        selected, state = admitted.selected, admitted.state
+        if selected is None:
+            return
+        if state is None:
+            raise StateMismatch("track was called twice", remedy="call run.track once")
+        header = selected.manifest.header
+        check_spec(header.layout, state_spec(self.model))
+        restore(state, header.values, self.model, self.optimizer, self.scheduler, self.scaler)
+        admitted.state = None  # its memory is needed for training
+
+
+def total_updates(config: Config, updates_per_epoch: int) -> int:
+    """Return how many updates a whole run has."""
+    training = config.training
+    if training.updates is not None:
+        return training.updates
+    assert training.epochs is not None
+    return training.epochs * updates_per_epoch

@@ -1,0 +1,210 @@
+"""The supervisor: the process that the user typed, which outlives the driver and everything in Ray.
+
+It imports neither Ray nor torch, so it starts at once and cannot be taken down with them. It starts
+a driver process, passes on its events and the user's signals, and starts another when that one dies.
+If the supervisor itself is killed, its driver ends too, and the same command resumes the run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from coherent_ray.config import Config
+from coherent_ray.errors import CoherentRayError, Interrupted, TrainingFailed
+from coherent_ray.train import events
+from coherent_ray.train.events import Event
+
+OnEvent = Callable[[Event], None]
+
+#: Exit status by which a driver asks for another one.
+RESTART = 75
+#: Linux: the signal that a process gets when its parent dies.
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    stopped: bool
+    """It was asked to stop, and has updates left."""
+    facts: dict[str, Any]
+    """``run_id``, ``updates``, ``done``, ``latest``, ``complete``, ``saves``."""
+    restarts: int
+    """Drivers that died and were replaced."""
+    log: Path
+    """Where the drivers' own output lies."""
+
+
+@dataclass(slots=True)
+class _Life:
+    """What one driver said."""
+
+    status: int = 0
+    finished: Event | None = None
+    error: CoherentRayError | None = None
+    progressed: bool = False
+    updates: set[int] = field(default_factory=set)
+
+
+class Supervisor:
+    """Runs one configuration to its end."""
+
+    def __init__(self, config: Config, on_event: OnEvent, *, verbose: bool = False) -> None:
+        """Make a supervisor.
+
+        Args:
+            config: The run.
+            on_event: Called with everything that happens, in this thread.
+            verbose: Let Ray's and the driver's own output through to standard error.
+        """
+        self._config = config.resolved()
+        self._on_event = on_event
+        self._verbose = verbose
+        self._child: subprocess.Popen[str] | None = None
+        self._signals = 0
+        self._log = Path(tempfile.mkdtemp(prefix="coherent-ray-")) / "driver.log"
+
+    def run(self) -> Outcome:
+        """Train until the run is complete, or was asked to stop.
+
+        Raises:
+            CoherentRayError: It cannot go on; says why.
+        """
+        previous = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            return self._run()
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            self._end_child()
+
+    def _run(self) -> Outcome:
+        restarts = 0
+        barren = 0
+        while True:
+            life = self._one_life()
+            if life.error is not None:
+                raise life.error
+            if life.finished is not None:
+                facts = life.finished.facts
+                return Outcome(bool(facts["stopped"]), facts, restarts, self._log)
+            if self._signals:
+                raise Interrupted(
+                    "stopped before a generation could be published",
+                    remedy="run the same command to resume at the latest generation",
+                )
+            restarts += 1
+            barren = 0 if life.progressed else barren + 1
+            allowed = min(3, self._config.cluster.max_failures) if barren else 10**9
+            if barren > allowed >= 0:
+                raise TrainingFailed(
+                    f"the driver process died {barren} times without one update "
+                    f"({_status(life.status)})",
+                    where=str(self._log),
+                    remedy="the log named here has its last words",
+                )
+            self._on_event(Event("restarting", f"the driver died ({_status(life.status)})"))
+            time.sleep(min(2.0**barren, 10.0))
+
+    def _one_life(self) -> _Life:
+        """Start a driver, pass on what it says, and return when it has ended."""
+        reading, writing = os.pipe()
+        with self._log.open("ab") as log:
+            self._child = child = subprocess.Popen(
+                [sys.executable, "-m", "coherent_ray.train.driver", str(writing)],
+                stdin=subprocess.PIPE,
+                stdout=None if self._verbose else log,
+                stderr=None if self._verbose else log,
+                text=True,
+                pass_fds=(writing,),
+                preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no threads
+            )
+        os.close(writing)
+        life = _Life()
+        try:
+            with os.fdopen(reading, encoding="utf-8") as stream:
+                assert child.stdin is not None
+                child.stdin.write(self._config.model_dump_json())
+                child.stdin.close()
+                for event in events.read(stream):
+                    self._note(life, event)
+        except BrokenPipeError:
+            pass  # it died at once; its status says so
+        life.status = child.wait()
+        return life
+
+    def _note(self, life: _Life, event: Event) -> None:
+        match event.kind:
+            case "finished":
+                life.finished = event
+            case "error":
+                life.error = events.to_error(event)
+            case "progress":
+                update = event.facts.get("progress", {}).get("update")
+                if update is not None:
+                    life.updates.add(int(update))
+                    life.progressed = len(life.updates) > 1
+                self._on_event(event)
+            case _:
+                self._on_event(event)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        """Ask the driver to stop; the third time, do not ask."""
+        self._signals += 1
+        child = self._child
+        if child is None or child.poll() is not None:
+            raise KeyboardInterrupt
+        if self._signals > 2:
+            child.kill()
+            return
+        child.send_signal(signal.SIGTERM)
+        if self._signals == 1:
+            text = "stopping: publishing one more generation (twice more to stop at once)"
+            self._on_event(Event("note", text))
+
+    def _end_child(self) -> None:
+        child = self._child
+        if child is not None and child.poll() is None:
+            child.terminate()
+            try:
+                child.wait(30)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+
+def supervise(config: Config, on_event: OnEvent, *, verbose: bool = False) -> Outcome:
+    """Run a configuration to its end, whatever dies on the way.
+
+    Args:
+        config: The run.
+        on_event: Called with everything that happens.
+        verbose: Let Ray's own output through.
+
+    Raises:
+        CoherentRayError: It cannot go on; says why.
+    """
+    return Supervisor(config, on_event, verbose=verbose).run()
+
+
+def _end_with_parent() -> None:
+    """In the child: be asked to stop when the supervisor is gone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _status(status: int) -> str:
+    if status < 0:
+        return f"killed by {signal.Signals(-status).name}"
+    return f"exit status {status}"

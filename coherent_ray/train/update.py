@@ -1,0 +1,238 @@
+"""One update: microbatches of this rank's lanes, one canonical reduction, one optimizer step.
+
+What a microbatch computes depends on the plan, its lane and its index, never on the rank: the shape
+of its batch is the lane's, and its randomness is keyed by (seed, update, lane, microbatch).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from coherent_ray.data.loader import LoadedUpdate
+from coherent_ray.errors import TaskError, TrainingFailed
+from coherent_ray.train.reduce import Reduced
+
+if TYPE_CHECKING:
+    from coherent_ray.train.session import Session
+
+_PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class Micro:
+    """One microbatch, ready for forward and backward."""
+
+    lane: int
+    index: int
+    """From 0 within its lane."""
+    batch: Any
+    """What the task's ``collate`` returned, on this rank's device."""
+
+
+class Update:
+    """One optimizer step, as a training function sees it."""
+
+    def __init__(self, session: Session, loaded: LoadedUpdate) -> None:
+        self._session = session
+        self._loaded = loaded
+        self._losses: dict[int, list[Tensor]] = {}
+        self._counts: dict[int, int] = {}
+        self._lane: int | None = None
+        self.number: int = loaded.plan.update
+        """From 1."""
+        self.epoch: int = loaded.plan.epoch
+        """From 0."""
+        self.examples: int = loaded.plan.examples
+        """Examples that it takes, over all lanes."""
+        self.stepped = False
+        self.voted = False
+        """Whether this rank's vote in the reduction is cast, so that no rank waits for it."""
+        self.loss = float("nan")
+        """Loss an accepted example or token, over all lanes; known after `step`."""
+        self.grad_norm = float("nan")
+        """Norm of the gradient before clipping; known after `step`."""
+
+    def microbatches(self) -> Iterator[Micro]:
+        """Yield the microbatches of the lanes that this rank carries, in order.
+
+        Forward passes run under the configured autocast precision, with keyed random state.
+        """
+        session = self._session
+        session.reducer.begin(self.number)
+        session.buffers.begin()
+        for lane in self._loaded.lanes:
+            if not lane.microbatches:
+                continue
+            self._lane = lane.lane
+            session.buffers.lane_begin(lane.lane)
+            for loaded in lane.microbatches:
+                index = loaded.plan.index
+                seed_everything(session.plan.seed_for("step", self.number, lane.lane, index))
+                micro = Micro(lane.lane, index, to_device(loaded.batch, session.device))
+                with self._autocast():
+                    yield micro
+            session.buffers.lane_end(lane.lane)
+            session.reducer.lane_done(lane.lane)
+            self._lane = None
+
+    def backward(self, loss_sum: Tensor, count: int) -> None:
+        """Add a microbatch's gradient to its lane's.
+
+        Args:
+            loss_sum: Scalar: the loss *summed* over the accepted examples or tokens.
+            count: How many these are.
+
+        Raises:
+            TaskError: The loss is not a scalar with a gradient, or the count is impossible.
+        """
+        lane = self._lane
+        if lane is None:
+            raise TaskError(
+                "backward was called outside a microbatch",
+                remedy="call update.backward inside the loop over update.microbatches()",
+            )
+        count = _checked(loss_sum, count)
+        self._losses.setdefault(lane, []).append(loss_sum.detach())
+        self._counts[lane] = self._counts.get(lane, 0) + count
+        scaler = self._session.scaler
+        with torch.autocast(self._session.device.type, enabled=False):
+            torch.autograd.backward(scaler.scale(loss_sum) if scaler else loss_sum)
+
+    def step(self) -> None:
+        """Reduce over all lanes, step optimizer and scheduler, write the receipt, save when due.
+
+        Raises:
+            TrainingFailed: A rank failed in this update, or nothing was accepted in it.
+            PeerLost: Another rank is gone.
+        """
+        session = self._session
+        wishes = session.wishes()
+        reduced: Reduced = self._reduce(wishes)
+        if reduced.count == 0:
+            raise TrainingFailed(
+                f"update {self.number} accepted no example or token in any lane",
+                remedy="the task's loss must count at least one in every update",
+            )
+        session.reducer.sync_buffers(session.buffers)
+        rates = [float(group["lr"]) for group in session.optimizer.param_groups]
+        skipped = self._optimize(reduced)
+        self.loss = reduced.loss_sum / reduced.count
+        self.stepped = True
+        plan = self._loaded.plan
+        session.chain.append(
+            epoch=plan.epoch,
+            start=plan.start,
+            stop=plan.stop,
+            ids=self._loaded.ids,
+            count=reduced.count,
+            loss=self.loss,
+            grad_norm=self.grad_norm,
+            lr=rates,
+            skipped=skipped,
+        )
+        session.advance(self, reduced.wishes)
+
+    def _reduce(self, wishes: int) -> Reduced:
+        losses = {lane: _total(parts) for lane, parts in self._losses.items()}
+        self.voted = True
+        return self._session.reducer.finish(losses, self._counts, wishes)
+
+    def _optimize(self, reduced: Reduced) -> bool:
+        """Step with the mean gradient; return whether the scaler skipped the step."""
+        session = self._session
+        for flat in reduced.gradients:
+            flat.div_(reduced.count)
+        scaler, optimizer = session.scaler, session.optimizer
+        if scaler:
+            scaler.unscale_(optimizer)
+        self.grad_norm = self._clip()
+        before = scaler.get_scale() if scaler else 0.0
+        if scaler:
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            optimizer.step()
+        skipped = bool(scaler) and scaler.get_scale() < before if scaler else False
+        if session.scheduler is not None and not skipped:
+            _step_scheduler(session.scheduler, reduced.loss_sum / reduced.count)
+        return skipped
+
+    def _clip(self) -> float:
+        parameters = [p for p in self._session.model.parameters() if p.grad is not None]
+        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        limit = self._session.config.training.clip_norm
+        if limit is not None:
+            clip_grads_with_norm_(parameters, limit, norm)
+        return float(norm)
+
+    def _autocast(self) -> torch.autocast:
+        dtype = _PRECISIONS.get(self._session.config.training.precision)
+        return torch.autocast(self._session.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def seed_everything(seed: int) -> None:
+    """Seed torch (all devices), NumPy and Python's random.
+
+    Args:
+        seed: Below ``2**63``.
+    """
+    torch.manual_seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    random.seed(seed)
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Return a batch on a device: a tensor, or tuples, lists and dicts of them; else unchanged."""
+    if isinstance(batch, Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, Mapping):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(to_device(value, device) for value in batch)
+    return batch
+
+
+def _checked(loss_sum: Tensor, count: int) -> int:
+    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1 or not loss_sum.requires_grad:
+        raise TaskError(
+            f"the loss must be a scalar tensor with a gradient, not {_described(loss_sum)}",
+            remedy="return (loss.sum(), count) from the task's loss",
+        )
+    number = int(count)
+    if number != count or number < 0:
+        raise TaskError(
+            f"the count of examples or tokens must be a whole number, not {count!r}",
+            remedy="return how many examples or tokens the loss is summed over",
+        )
+    return number
+
+
+def _described(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
+    return type(value).__name__
+
+
+def _total(parts: Sequence[Tensor]) -> float:
+    """Add a lane's losses, microbatch by microbatch, in float64."""
+    total = 0.0
+    for part in torch.stack([p.double().reshape(()) for p in parts]).tolist():
+        total += part
+    return total
+
+
+def _step_scheduler(scheduler: Any, loss: float) -> None:
+    if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        scheduler.step(loss)
+    else:
+        scheduler.step()
