@@ -145,7 +145,8 @@ def _unknown(parts: tuple[str | int, ...], model: type[BaseModel]) -> Problem:
     places = dict(_known(model, ()))
     siblings = places.get(parts[:-1], [])
     name = str(parts[-1])
-    near = difflib.get_close_matches(name, siblings, 1)
+    begun = [key for key in siblings if key.startswith(name) or name.startswith(key)]
+    near = begun or difflib.get_close_matches(name, siblings, 1)
     if near:
         return Problem(dotted(parts), "is not a known key", dotted((*parts[:-1], near[0])))
     elsewhere = [dotted((*at, key)) for at, keys in places.items() for key in keys if key == name]

@@ -1,0 +1,176 @@
+"""The command line as a whole: exit codes, errors, help, and a quick start."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import coherent_ray
+from coherent_ray.cli import INTERRUPTED, main
+from coherent_ray.errors import ConfigError, Fenced, StorageFull
+
+COMMANDS = ["ls", "receipts", "run", "show", "stop", "submit", "validate", "verify"]
+READERS = ["ls", "show", "verify", "receipts"]
+
+
+def test_the_commands_are_these():
+    assert sorted(main.commands) == COMMANDS
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_json_and_help(call, name):
+    options = {option for p in main.commands[name].params for option in p.opts}
+    assert "--json" in options
+    done = call(name, "--help")
+    assert done.code == 0
+    assert main.commands[name].help.split("\n")[0].rstrip(".") in " ".join(done.out.split())
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_short_help_is_a_whole_sentence(call, name):
+    (line,) = [line for line in call("-h").out.splitlines() if line.split()[:1] == [name]]
+    assert line.endswith(".")
+    assert not line.endswith("...")
+
+
+def test_version(call):
+    assert call("--version").out.split()[-1] == coherent_ray.__version__
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["lss"],
+        ["ls"],
+        ["ls", "a", "b"],
+        ["ls", "--no-such-option", "x"],
+        ["receipts", "x", "--last", "0"],
+        ["receipts", "x", "--from", "one"],
+        ["validate"],
+        ["submit", "x.yaml", "--follow", "--json"],
+    ],
+)
+def test_misuse_is_exit_code_two(call, words):
+    done = call(*words)
+    assert done.code == 2
+    assert "Traceback" not in done.err
+
+
+def test_misuse_as_json(call):
+    done = call("ls", "--json")
+    assert done.code == 2
+    assert "Missing argument 'RUN'" in done.json["error"]["what"]
+    assert done.json["error"]["exit_code"] == 2
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_place_without_a_run(call, tmp_path, name):
+    done = call(name, tmp_path / "nothing")
+    assert done.code == 2
+    assert f"{tmp_path}/nothing: no run lies here" in done.err
+    assert "What to do: name the run's directory" in done.err
+    assert done.out == ""
+    error = call(name, tmp_path / "nothing", "--json").json["error"]
+    assert error["type"] == "NotARun"
+    assert not (tmp_path / "nothing").exists()
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_an_address_that_is_not_supported(call, name):
+    done = call(name, "s3://bucket/run")
+    assert done.code == 2
+    assert "object stores are not supported" in done.err
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_configuration_that_is_wrong(call, configuration, name):
+    path = configuration(data={"lanes": 0})
+    done = call(name, path)
+    assert done.code == 2
+    assert "data.lanes: must be 1 or more, not 0" in done.err
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Make a command that raises."""
+
+    def make(error: BaseException):
+        @click.command("fail")
+        @click.option("--json", "as_json", is_flag=True)
+        def fail(as_json: bool):
+            raise error
+
+        monkeypatch.setitem(main.commands, "fail", fail)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (StorageFull("no space is left", where="/run/log", remedy="free some"), 1),
+        (Fenced("attempt 4 has opened", details={"attempt": 4}), 1),
+        (ConfigError("it cannot be used"), 2),
+    ],
+)
+def test_errors_of_the_tree_are_told_and_never_traced(call, failing, error, code):
+    failing(error)
+    done = call("fail")
+    assert done.code == code
+    assert done.err == f"error: {error}\n"
+    as_json = call("fail", "--json")
+    assert as_json.code == code
+    assert as_json.err == ""
+    assert as_json.json["error"] == {
+        "type": type(error).__name__,
+        "what": error.what,
+        "where": error.where,
+        "remedy": error.remedy,
+        "details": error.details,
+        "exit_code": code,
+    }
+
+
+def test_ctrl_c(call, failing):
+    failing(KeyboardInterrupt())
+    done = call("fail")
+    assert done.code == INTERRUPTED
+    assert "interrupted" in done.err
+
+
+def test_a_bug_keeps_its_traceback(failing):
+    failing(ZeroDivisionError("a bug"))
+    with pytest.raises(ZeroDivisionError):
+        CliRunner().invoke(main, ["fail"], catch_exceptions=False)
+
+
+def test_reading_commands_load_neither_torch_nor_ray(published, configuration):
+    path = configuration(run={"root": str(published.root)})
+    program = f"""
+import sys
+from coherent_ray.cli import main
+for words in {[[name, str(path)] for name in (*READERS, "validate")]!r}:
+    try:
+        main(words)
+    except SystemExit as end:
+        assert end.code == 0, (words, end.code)
+    heavy = {{"torch", "ray", "pyarrow", "numpy", "pandas"}} & set(sys.modules)
+    assert not heavy, (words, heavy)
+print("light")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.splitlines()[-1:] == ["light"], done.stderr
+
+
+def test_it_runs_as_a_module(published):
+    words = [sys.executable, "-m", "coherent_ray", "ls", str(published.root), "--json"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert len(json.loads(done.stdout)["generations"]) == 3
