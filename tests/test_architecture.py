@@ -150,6 +150,12 @@ def test_modules_begin_with_their_rule(path):
         assert ast.get_docstring(ast.parse(text))
 
 
+def test_test_modules_have_names_of_their_own():
+    # pytest puts each test's folder on the path: two modules of one name would hide each other.
+    names = [path.name for path in TESTS if path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 def test_tests_mirror_the_sources():
     for path in TESTS:
         room = path.relative_to(ROOT / "tests").parts
