@@ -97,7 +97,7 @@ def restore(  # noqa: PLR0917 - one for each part of a job
     that was not there when the state was captured is removed.
 
     Args:
-        tensors: By name, from `coherent_ray.state.load_state`; any device.
+        tensors: By name, from `coherent_ray.state.shards.load_state`; any device.
         values: `State.values`, or `GenerationHeader.values`.
         model: Built as it was for the captured run; likewise the others.
         optimizer: None exactly where it was None.

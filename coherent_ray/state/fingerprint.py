@@ -15,7 +15,7 @@ It finds accidents, not forgeries.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -33,6 +33,9 @@ from coherent_ray.state.layout import check_tensors
 CHUNK_WORDS = 2**15
 #: Chunks that an accelerator takes at once: 16 MiB of state.
 _DEVICE_CHUNKS = 128
+#: Tensors up to so many words are taken together, up to so many words at once.
+_SMALL_WORDS = 2**9
+_PACK_WORDS = 2**15
 _MASK = 2**64 - 1
 
 
@@ -60,8 +63,7 @@ def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fin
         StateMismatch: The tensors are not those of the layout.
     """
     check_tensors(layout, tensors)
-    sums = [_sum_of(tensors[spec.name]) for spec in layout.tensors]
-    values = _to_host(sums)
+    values = _to_host(_all_sums([tensors[spec.name] for spec in layout.tensors]))
     hexes = tuple(
         f"{_mix(value ^ _mix(spec.nbytes)):016x}"
         for value, spec in zip(values, layout.tensors, strict=True)
@@ -71,6 +73,26 @@ def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fin
 
 
 @torch.no_grad()
+def _all_sums(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the hashes of some tensors, as int64 on their device, with the tensors' indices."""
+    packs: dict[torch.device, list[int]] = {}
+    words: dict[torch.device, int] = {}
+    for index, tensor in enumerate(tensors):
+        device = tensor.device
+        if tensor.nbytes > _SMALL_WORDS * 4:
+            yield [index], _sum_of(tensor)
+            continue
+        pack = packs.setdefault(device, [])
+        pack.append(index)
+        words[device] = words.get(device, 0) + tensor.nbytes // 4 + 1
+        if words[device] > _PACK_WORDS:
+            yield pack, _packed_sums([tensors[i] for i in pack])
+            packs[device], words[device] = [], 0
+    for pack in packs.values():
+        if pack:
+            yield pack, _packed_sums([tensors[i] for i in pack])
+
+
 def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's hash as an int64 tensor of one item, on its device."""
     sums = _chunk_sums(tensor)
@@ -79,9 +101,23 @@ def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     return sums
 
 
+def _packed_sums(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Return the hashes of many small tensors: a few calls for all, not a few for each.
+
+    The hash of each is a difference of running sums over all, which wrap around like any other.
+    """
+    words = [_as_words(items_of(tensor, 0, tensor.numel())) for tensor in tensors]
+    device = words[0].device
+    lengths = torch.tensor([part.numel() for part in words])
+    ends = lengths.cumsum(0)
+    begins = ends - lengths
+    places = torch.arange(int(ends[-1])) - torch.repeat_interleave(begins, lengths)
+    products = torch.cat(words) * _keys(device)[places.to(device)]
+    running = torch.cat([products.new_zeros(1), products.cumsum(0)])
+    return running[ends.to(device)] - running[begins.to(device)]
+
+
 def _chunk_sums(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.numel() == 0:
-        return torch.zeros(1, dtype=torch.int64, device=tensor.device)
     keys = _keys(tensor.device)
     parts = [_hash_words(words, keys) for words in _words(tensor)]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -130,15 +166,17 @@ def _keys(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(keys.view(np.int64)).to(device)
 
 
-def _to_host(sums: list[torch.Tensor]) -> list[int]:
-    """Return one value a tensor, unsigned, with one wait a device."""
-    values = [0] * len(sums)
-    for device in {value.device for value in sums}:
-        mine = [i for i, value in enumerate(sums) if value.device == device]
-        fetched = torch.cat([sums[i] for i in mine]).tolist()
-        for i, value in zip(mine, fetched, strict=True):
-            values[i] = value & _MASK
-    return values
+def _to_host(hashed: Iterable[tuple[list[int], torch.Tensor]]) -> list[int]:
+    """Return all hashes by index, unsigned, with one wait a device."""
+    by_device: dict[torch.device, list[tuple[list[int], torch.Tensor]]] = {}
+    for indices, sums in hashed:
+        by_device.setdefault(sums.device, []).append((indices, sums))
+    values: dict[int, int] = {}
+    for group in by_device.values():
+        order = [index for indices, _ in group for index in indices]
+        fetched = torch.cat([sums for _, sums in group]).tolist()
+        values |= {i: value & _MASK for i, value in zip(order, fetched, strict=True)}
+    return [values[index] for index in range(len(values))]
 
 
 def _mix(value: int) -> int:

@@ -19,7 +19,9 @@ def carrier_of(dtype: torch.dtype) -> torch.dtype:
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's items as integers of the same size: a view, except of lazy conjugates."""
-    plain = tensor.detach().resolve_conj().resolve_neg()
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
     return plain.view(carrier_of(plain.dtype))
 
 

@@ -13,8 +13,9 @@ from coherent_ray.commit.manifest import (
     generation_directory,
 )
 from coherent_ray.digests import Algorithm, digest_of
-from coherent_ray.state import Snapshot, layout_of, write_shard
-from coherent_ray.state.layout import TORCH_DTYPES
+from coherent_ray.state.layout import TORCH_DTYPES, layout_of
+from coherent_ray.state.shards import write_shard
+from coherent_ray.state.snapshot import Snapshot
 
 DIGEST = digest_of(b"nothing")
 

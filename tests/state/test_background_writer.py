@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from coherent_ray.state import BackgroundWriter
+from coherent_ray.state.writer import BackgroundWriter
 
 
 def test_jobs_run_in_one_other_thread_in_order():

@@ -8,15 +8,9 @@ from torch.optim import lr_scheduler as lrs
 
 from coherent_ray import canonical
 from coherent_ray.errors import StateMismatch, TaskError
-from coherent_ray.state import (
-    capture,
-    check_spec,
-    layout_of,
-    load_state,
-    restore,
-    spec_digest,
-    state_spec,
-)
+from coherent_ray.state.capture import capture, check_spec, restore, spec_digest, state_spec
+from coherent_ray.state.layout import layout_of
+from coherent_ray.state.shards import load_state
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 

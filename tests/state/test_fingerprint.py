@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from saved import bits, every_dtype, random_tensor
 
 from coherent_ray.errors import StateMismatch
-from coherent_ray.state import fingerprint, layout_of
-from coherent_ray.state.fingerprint import CHUNK_WORDS, _hash_words, _keys, _mix
+from coherent_ray.state.fingerprint import CHUNK_WORDS, _hash_words, _keys, _mix, fingerprint
+from coherent_ray.state.layout import layout_of
 
 CHUNK = CHUNK_WORDS * 4
 MASK = 2**64 - 1
@@ -116,6 +116,18 @@ def test_zeros_of_different_length_differ():
         print_of(torch.zeros(n, dtype=torch.uint8)) for n in (0, 1, 2, 3, 4, 8, CHUNK, 2 * CHUNK)
     }
     assert len(values) == 8
+
+
+def test_small_tensors_have_the_same_value_together_and_alone(monkeypatch):
+    tensors = {f"t{i:03}": random_tensor(torch.uint8, (i * 97 % 1300,), i) for i in range(60)}
+    tensors |= every_dtype((9, 7))
+    layout = layout_of(tensors)
+    expected = fingerprint(layout, tensors)
+    assert expected.tensors == tuple(by_the_book(bits(tensors[s.name])) for s in layout.tensors)
+    for name, value in (("_PACK_WORDS", 500), ("_SMALL_WORDS", 0), ("_SMALL_WORDS", 100)):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"coherent_ray.state.fingerprint.{name}", value)
+            assert fingerprint(layout, tensors) == expected
 
 
 def test_threads_do_not_change_it():

@@ -10,8 +10,14 @@ from saved import every_dtype
 
 from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec
 from coherent_ray.errors import StateMismatch, TaskError
-from coherent_ray.state import FlatState, check_tensors, layout_of, pieces
-from coherent_ray.state.layout import TORCH_DTYPES, spec_of
+from coherent_ray.state.layout import (
+    TORCH_DTYPES,
+    FlatState,
+    check_tensors,
+    layout_of,
+    pieces,
+    spec_of,
+)
 
 shapes = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 layouts = st.lists(st.tuples(st.sampled_from(sorted(ITEM_BYTES)), shapes), max_size=8).map(

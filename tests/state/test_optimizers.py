@@ -18,7 +18,8 @@ from torch.optim import lr_scheduler as lrs
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.manifest import Manifest
 from coherent_ray.errors import StateMismatch, TaskError
-from coherent_ray.state import capture, load_state, restore
+from coherent_ray.state.capture import capture, restore
+from coherent_ray.state.shards import load_state
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 UPDATES = 4

@@ -22,18 +22,11 @@ from coherent_ray.errors import (
     StateMismatch,
     StorageError,
 )
-from coherent_ray.state import (
-    Snapshot,
-    layout_of,
-    load_state,
-    read_tensor,
-    shard_path,
-    state_digest,
-    tensors_digest,
-    write_shard,
-)
+from coherent_ray.state.digest import state_digest, tensors_digest
 from coherent_ray.state.header import HEADER_ALIGNMENT
-from coherent_ray.state.layout import TORCH_DTYPES
+from coherent_ray.state.layout import TORCH_DTYPES, layout_of
+from coherent_ray.state.shards import load_state, read_tensor, shard_path, write_shard
+from coherent_ray.state.snapshot import Snapshot
 from coherent_ray.storage.local import LocalStorage
 from coherent_ray.storage.testing.memory import MemoryStorage
 

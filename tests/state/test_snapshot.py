@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from saved import bits, every_dtype
 
 from coherent_ray.errors import StateMismatch
-from coherent_ray.state import Snapshot, layout_of
+from coherent_ray.state.layout import layout_of
+from coherent_ray.state.snapshot import Snapshot
 
 
 def flat_bytes(tensors):
