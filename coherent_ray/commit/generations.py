@@ -12,25 +12,28 @@ from dataclasses import dataclass
 from typing import Literal
 
 from coherent_ray.commit.history import History
-from coherent_ray.commit.inspection import (
-    REMEDY,
-    is_lost,
-    shard_damage,
-    tensors_between,
-    tensors_in,
-)
+from coherent_ray.commit.inspection import is_lost, shard_damage, tensors_between, tensors_in
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
     GenerationHeader,
     Manifest,
-    ReceiptSegment,
     generation_directory,
     load,
 )
 from coherent_ray.commit.records import PublishBody
-from coherent_ray.commit.references import Reference, parse_reference
+from coherent_ray.commit.references import Reference, names_generation, parse_reference
+from coherent_ray.commit.verdicts import (
+    absent,
+    extra_file,
+    is_meant,
+    manifest_damaged,
+    no_name,
+    none_whole,
+    receipts_damaged,
+    refused,
+)
 from coherent_ray.digests import algorithm_of, digest_of
-from coherent_ray.errors import Damage, ManifestDamaged, NoGeneration, NotFound, StorageError
+from coherent_ray.errors import Damage, ManifestDamaged, NotFound, StorageError
 from coherent_ray.storage.base import Storage
 
 __all__ = [
@@ -125,18 +128,21 @@ class Generations:
                 names the generation of that number that was published last.
 
         Raises:
-            NoGeneration: There is none, or it is retired.
+            NoGeneration: There is none, it is retired, or the reference names none.
             LogDamaged: The log cannot be trusted.
             StorageError: The storage failed.
         """
-        wanted = parse_reference(reference if "@" in reference else f"@{reference}")
+        name = reference.rpartition("@")[2]
         history = self.history()
+        wanted = parse_reference(f"@{name}")
+        if not names_generation(name):
+            raise no_name(name, history)
         if wanted.number is None:
             found = history.latest
         else:
-            found = next((p for p in reversed(history.live) if _is_meant(p, wanted)), None)
+            found = next((p for p in reversed(history.live) if is_meant(p, wanted)), None)
         if found is None:
-            raise _no_such(wanted, history)
+            raise absent(wanted, history)
         return found
 
     def manifest(self, publish: PublishBody) -> Manifest:
@@ -149,27 +155,25 @@ class Generations:
         try:
             data = self._storage.read(publish.manifest)
         except NotFound:
-            raise _manifest_damaged(publish, "missing", "the manifest is missing") from None
+            raise manifest_damaged(publish, "missing", "the manifest is missing") from None
         except StorageError as error:
             if not is_lost(error):
                 raise
             what = "the manifest cannot be read from the device"
-            raise _manifest_damaged(publish, "unreadable", what) from error
+            raise manifest_damaged(publish, "unreadable", what) from error
         if len(data) != publish.manifest_size:
             what = f"the manifest has {len(data)} bytes instead of {publish.manifest_size}"
-            raise _manifest_damaged(publish, "size", what)
+            raise manifest_damaged(publish, "size", what)
         if digest_of(data) != publish.manifest_digest:
             what = "the manifest does not hash to the digest that was published"
-            raise _manifest_damaged(publish, "digest", what)
+            raise manifest_damaged(publish, "digest", what)
         try:
             manifest = load(Manifest, data)
         except ValueError as error:
-            raise _manifest_damaged(
-                publish, "content", f"the manifest is wrong: {error}"
-            ) from error
+            raise manifest_damaged(publish, "content", f"the manifest is wrong: {error}") from error
         run_id = self._run_id or self.history().run_id
         if contradiction := _foreign(publish, manifest.header, run_id):
-            raise _manifest_damaged(publish, "foreign", contradiction)
+            raise manifest_damaged(publish, "foreign", contradiction)
         return manifest
 
     def verify(self, publish: PublishBody, deep: bool = True) -> _Damages:
@@ -225,9 +229,9 @@ class Generations:
                 if not damages:
                     return Selected(publish, manifest, tuple(skipped))
             if on_damage == "refuse":
-                raise _refused(publish, damages)
+                raise refused(publish, damages)
             skipped += damages
-        raise _none_whole(history, skipped)
+        raise none_whole(history, skipped)
 
     # --- leaves -----------------------------------------------------------------------------------
 
@@ -238,12 +242,7 @@ class Generations:
     def _extra(self, publish: PublishBody, named: set[str]) -> Iterator[Damage]:
         for entry in self._storage.list(generation_directory(publish.number, publish.attempt)):
             if entry.path not in named:
-                yield Damage(
-                    f"{entry.size} bytes that {publish.name} does not name",
-                    where=entry.path,
-                    remedy="Nothing reads it: look where it comes from, and remove it.",
-                    details={"kind": "extra", "generation": publish.name, "found": entry.size},
-                )
+                yield extra_file(publish, entry)
 
     def _receipt_damages(self, publish: PublishBody) -> Iterator[Damage]:
         segment = publish.receipts
@@ -251,20 +250,17 @@ class Generations:
             return
         try:
             data = self._storage.read(segment.path)
-        except NotFound:
-            yield _receipts_damaged(publish, segment, "are missing")
+        except StorageError as error:
+            if not is_lost(error):
+                raise
+            gone = "are missing" if isinstance(error, NotFound) else "cannot be read"
+            yield receipts_damaged(publish, segment, gone)
             return
         if (
             len(data) != segment.size
             or digest_of(data, algorithm_of(segment.digest)) != segment.digest
         ):
-            yield _receipts_damaged(
-                publish, segment, "do not hash to the digest that was published"
-            )
-
-
-def _is_meant(publish: PublishBody, wanted: Reference) -> bool:
-    return publish.number == wanted.number and wanted.attempt in {None, publish.attempt}
+            yield receipts_damaged(publish, segment, "do not hash to the digest that was published")
 
 
 def _foreign(publish: PublishBody, header: GenerationHeader, run_id: str | None) -> str | None:
@@ -280,64 +276,3 @@ def _foreign(publish: PublishBody, header: GenerationHeader, run_id: str | None)
         if found != expected:
             return f"the manifest is of {name} {found!r}, the log says {expected!r}"
     return None
-
-
-def _manifest_damaged(publish: PublishBody, kind: str, what: str) -> ManifestDamaged:
-    return ManifestDamaged(
-        what,
-        where=publish.manifest,
-        remedy=REMEDY,
-        details={"kind": kind, "generation": publish.name},
-    )
-
-
-def _receipts_damaged(publish: PublishBody, segment: ReceiptSegment, what: str) -> Damage:
-    return Damage(
-        f"the receipts of updates {segment.first} to {segment.last} {what}",
-        where=segment.path,
-        remedy="The state is not affected; put the file back from a copy to have the history.",
-        details={"kind": "receipts", "generation": publish.name},
-    )
-
-
-def _refused(publish: PublishBody, damages: list[Damage]) -> Damage:
-    """Return the first damage as the refusal to go on with anything older."""
-    first = damages[0]
-    return type(first)(
-        f"{publish.name} is not whole: {first.what}",
-        where=first.where,
-        remedy="Put the file back from a copy, or set checkpoint.on_damage to 'fall_back'.",
-        details={**first.details, "damages": _as_json(damages)},
-    )
-
-
-def _as_json(damages: list[Damage]) -> list[dict[str, object]]:
-    return [{"what": d.what, "where": d.where, **d.details} for d in damages]
-
-
-def _none_whole(history: History, skipped: list[Damage]) -> NoGeneration:
-    count = len(history.live)
-    what = f"none of {count} published generations is whole" if count else "all are retired"
-    return NoGeneration(
-        what,
-        where=f"run {history.run_id}",
-        remedy="Put the files back from a copy, or start a new run under another root.",
-        details={"damages": _as_json(skipped)},
-    )
-
-
-def _no_such(wanted: Reference, history: History) -> NoGeneration:
-    names = [publish.name for publish in history.live]
-    if wanted.number is not None and any(_is_meant(p, wanted) for p in history.publishes):
-        what = f"{wanted.generation} is retired"
-    elif names:
-        what = f"{wanted.generation} was never published"
-    else:
-        what = "there is no published generation"
-    shown = ", ".join(names[-5:]) or "none"
-    return NoGeneration(
-        what,
-        where=f"run {history.run_id}" if history.run_id else "",
-        remedy=f"Choose one that is there: {shown}{' (the newest)' if len(names) > 5 else ''}.",
-        details={"published": names},
-    )

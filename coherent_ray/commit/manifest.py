@@ -256,9 +256,15 @@ Record = TypeVar("Record")
 
 
 def dump(record: object) -> bytes:
-    """Return a record's canonical JSON."""
+    """Return a record's canonical JSON.
+
+    Raises:
+        ValueError: It holds a NaN or an infinity.
+        TypeError: It holds what is not JSON.
+    """
     adapter: TypeAdapter[Any] = TypeAdapter(type(record))
-    return canonical.dump(adapter.dump_python(record, mode="json"))
+    # Not mode="json": that would write a NaN as null, and a state would come back changed.
+    return canonical.dump(adapter.dump_python(record))
 
 
 def load(kind: type[Record], data: bytes) -> Record:

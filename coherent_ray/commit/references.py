@@ -13,7 +13,7 @@ class Reference:
     """A run, and which of its generations."""
 
     run: str
-    """A root, an address or a configuration file; empty where only a generation was named."""
+    """A root, an address or a configuration file; empty in ``@g12``."""
     number: int | None = None
     """None: the latest generation."""
     attempt: int | None = None
@@ -31,10 +31,15 @@ def parse_reference(text: str) -> Reference:
     """Return what ``RUN``, ``RUN@12``, ``RUN@g12``, ``RUN@g12-a3`` or ``RUN@latest`` names.
 
     What follows the last ``@`` counts as a generation only if it looks like one, so a root may have
-    an ``@`` in its name. A text that is nothing but a generation names no run.
+    an ``@`` in its name.
     """
     run, at, generation = text.rpartition("@")
     match = _GENERATION.match(generation)
-    if match is None or (not at and generation.isdecimal()):
+    if match is None or not at:
         return Reference(text)
     return Reference(run, *(int(part) if part else None for part in match.groups()))
+
+
+def names_generation(text: str) -> bool:
+    """Return whether a text is a generation's name: ``12``, ``g12``, ``g12-a3``, ``latest``."""
+    return _GENERATION.match(text) is not None

@@ -32,13 +32,13 @@ class _File:
     content: bytearray = field(default_factory=bytearray)
     synced: bytes = b""
 
-    def possible(self) -> set[bytes]:
-        """What may be found of its bytes."""
+    def possible(self) -> list[bytes]:
+        """What may be found of its bytes; the worst first."""
         now = bytes(self.content)
         if now == self.synced:
-            return {now}
+            return [now]
         middle = (len(self.synced) + len(now)) // 2
-        return {self.synced, now[:middle], now}
+        return [self.synced, now[:middle], now]
 
 
 Change = dict[str, "_File | _Directory | None"]
@@ -57,7 +57,7 @@ class _Directory:
         _apply(self.names, change)
 
     def possible(self) -> Iterator[dict[str, _File | _Directory]]:
-        """What may be found of its names."""
+        """What may be found of its names; the worst first."""
         for happened in itertools.product([False, True], repeat=len(self.pending)):
             names = dict(self.synced)
             for change in itertools.compress(self.pending, happened):
@@ -154,9 +154,15 @@ class Recorder:
 
     # --- what a test asks -------------------------------------------------------------------------
 
-    def survivors(self) -> list[Tree]:
-        """Return every set of files that a power cut at this moment may leave, each one once."""
-        found = {tuple(sorted(tree.items())) for tree in _trees(self._root, "")}
+    def survivors(self, most: int | None = None) -> list[Tree]:
+        """Return the sets of files that a power cut at this moment may leave, each one once.
+
+        Args:
+            most: Stop after so many outcomes, of which the first has lost all that can be lost;
+                None: all of them, whose number is exponential in what was not synced.
+        """
+        outcomes = itertools.islice(_trees(self._root, ""), most)
+        found = {tuple(sorted(tree.items())) for tree in outcomes}
         return [dict(tree) for tree in sorted(found)]
 
     def _directory(self, descriptor: int | None) -> _Directory:
