@@ -92,7 +92,7 @@ class Coordinator:
             case AckReceived(ack, call):
                 actions = self._acknowledged(ack, call, now)
             case AckWithdrawn(key, rank, reason):
-                return self._withdrawn(key, rank, reason)
+                actions = self._withdrawn(key, rank, reason)
             case ShardsChecked(key, problems):
                 actions = self._checked(key, problems)
             case ManifestWritten(key):

@@ -19,8 +19,9 @@ _NEWEST = 0.2
 class Progress:
     """Rank 0's progress; every other rank's does nothing."""
 
-    def __init__(self, line: Line, rank: int, total: int, done: int) -> None:
+    def __init__(self, line: Line, attempt: int, rank: int, total: int, done: int) -> None:
         self._line = line
+        self._attempt = attempt
         self._rank = rank
         self._total = total
         self._resumed_at = done
@@ -44,6 +45,7 @@ class Progress:
         self._rate = rate if self._rate == 0.0 else self._rate + _NEWEST * (rate - self._rate)
         saves = boundaries.saves
         self.metrics = {
+            "attempt": self._attempt,
             "update": update.number,
             "updates": self._total,
             "epoch": update.epoch,

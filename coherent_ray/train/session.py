@@ -202,7 +202,9 @@ class Session:
             hooks.installed(),
         )
         self.boundaries = Boundaries(admitted, saver, self.chain)
-        self.progress = Progress(self._line, self.rank, self.updates_total, self.position.update)
+        self.progress = Progress(
+            self._line, admitted.attempt, self.rank, self.updates_total, self.position.update
+        )
         return self
 
     def __exit__(

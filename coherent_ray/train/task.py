@@ -239,10 +239,12 @@ def _check_arguments(
         signature.bind(**args)
     except TypeError as error:
         names = list(signature.parameters)
-        unknown = [name for name in args if name not in names]
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        unknown = [name for name in args if name not in names and not open_ended]
         hint = _did_you_mean(unknown[0], names) if unknown else ""
+        reason = f"it has no argument {unknown[0]!r}" if unknown else str(error)
         raise TaskError(
-            f"it cannot be called with the configured arguments: {error}",
+            f"it cannot be called with the configured arguments: {reason}",
             where=f"{key}: {factory}",
             remedy=f"it takes ({', '.join(names)}){hint}",
         ) from error
