@@ -271,7 +271,7 @@ class Service:
         # Ranks that seem to be missing may have been answered by another process, which then
         # published: ask the log before calling it a failure, but do not hang where it hangs.
         with contextlib.suppress(TimeoutError):
-            pass
+            await asyncio.wait_for(self._read_on(), LOG_WAIT_S)
         self._handle(Tick())
 
     # --- what a progress display shows ------------------------------------------------------------

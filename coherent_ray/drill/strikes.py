@@ -1,8 +1,8 @@
 """Strikes: failures on purpose, with Ray's own tooling, while a run is under way.
 
-A strike has a moment (an update) and a target. Targets are found as Ray names them: training workers
-and the Train controller by their class, the coordinator by its name. What kills is a signal or
-`ray.kill`; nothing inside the product cooperates.
+A strike has a moment (an update) and a target. Targets are found as Ray names them: training
+workers and the Train controller by their class, the coordinator by its name. What kills is a
+signal or `ray.kill`; nothing inside the product cooperates.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def random_strikes(
         coordinators_: Kills of the coordinator.
     """
     draw = random.Random(seed)
-    targets: list[Target] = ["worker"] * workers + ["coordinator"] * coordinators_
+    targets: list[Target] = []
+    targets += ["worker"] * workers
+    targets += ["coordinator"] * coordinators_
     draw.shuffle(targets)
     stretch = updates / (len(targets) + 1)
     return [

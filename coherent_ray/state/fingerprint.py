@@ -49,6 +49,7 @@ class Fingerprint:
     """16 hex digits a tensor, in layout order."""
 
 
+@torch.no_grad()
 def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
     """Return the fingerprint of a replica.
 
@@ -72,7 +73,6 @@ def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fin
     return Fingerprint(digest_of(content), hexes)
 
 
-@torch.no_grad()
 def _all_sums(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
     """Yield the hashes of some tensors, as int64 on their device, with the tensors' indices."""
     packs: dict[torch.device, list[int]] = {}

@@ -1,8 +1,8 @@
 """Boundaries: where an update ends and a generation may begin.
 
 Puts together what a generation says (position, plan, layout, values, environment, receipts) and
-hands it to the saver. Every rank does the same with the same numbers: generation numbers follow from
-the history and are counted up at each save, so no message is needed to agree on them.
+hands it to the saver. Every rank does the same with the same numbers: generation numbers follow
+from the history and are counted up at each save, so no message is needed to agree on them.
 """
 
 from __future__ import annotations

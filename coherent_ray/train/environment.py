@@ -1,8 +1,9 @@
 """The environment fingerprint: every fact about a process that can change the bits of an update.
 
-What changes bits on one machine was measured: thread count, CPU capability, the dispatch settings of
-oneDNN and MKL, the device. What does not (a fresh process, ``OMP_NUM_THREADS`` under a set thread
-count) stays out. No path and no host name enters: a fingerprint says what computes, not where.
+What changes bits on one machine was measured: thread count, CPU capability, the dispatch settings
+of oneDNN and MKL, the device. What does not (a fresh process, ``OMP_NUM_THREADS`` under a set
+thread count) stays out. No path and no host name enters: a fingerprint says what computes, not
+where.
 """
 
 from __future__ import annotations

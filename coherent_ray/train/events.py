@@ -1,7 +1,7 @@
 """What the driver process tells its supervisor: one JSON line an event.
 
-The supervisor outlives the driver, and Ray with it: the driver may be killed, or end by itself when the
-head node is gone for too long. So they share nothing but this pipe.
+The supervisor outlives the driver, and Ray with it: the driver may be killed, or end by itself
+when the head node is gone for too long. So they share nothing but this pipe.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def connected(cluster: Cluster) -> Iterator[str]:
         raise ClusterError(
             f"Ray did not start: {error}" if cluster.address is None else f"no Ray there: {error}",
             where=cluster.address or "local",
-            remedy="see `ray status --address ADDR`; without cluster.address a local Ray is started",
+            remedy="see `ray status`; without cluster.address a local Ray is started",
         ) from error
     try:
         yield cluster.address or "local"

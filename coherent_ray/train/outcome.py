@@ -1,7 +1,7 @@
 """What Ray Train gets to see of a run: metrics and the last generation, once, at the end.
 
-`ray.train.report` is a barrier that settles once a controller poll, so it stays out of the update path;
-and it is never the commit. The generation is reported where it lies: nothing is copied.
+`ray.train.report` is a barrier that settles once a controller poll, so it stays out of the update
+path; and it is never the commit. The generation is reported where it lies: nothing is copied.
 """
 
 from __future__ import annotations

@@ -1,18 +1,17 @@
 """One rank's saves: snapshot now, everything else behind training, the fate at the next boundary.
 
-`Saver.begin` stalls training for one copy of this rank's part of the state (and for the last save, if
-that is still in flight). The thread behind writes the shard, acknowledges it, and so learns the
-generation's fate. Ranks act on a fate only where all of them look at it: at the next save, or at the
-end. So all of them count the same failures and stop at the same boundary.
+`Saver.begin` stalls training for one copy of this rank's part of the state (and for the last
+save, if that is still in flight). The thread behind writes the shard, acknowledges it, and so
+learns the generation's fate. Ranks act on a fate only where all of them look at it: at the next
+save, or at the end. So all of them count the same failures and stop at the same boundary.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import Fate
@@ -28,8 +27,15 @@ from coherent_ray.state.writer import BackgroundWriter
 from coherent_ray.storage.base import Storage
 from coherent_ray.train.hooks import Hook, reach
 
-Acknowledge = Callable[[Acknowledgement], Fate]
-Withdraw = Callable[[int, str], None]
+
+class Coordination(Protocol):
+    """A rank's line to whoever decides what is published."""
+
+    def acknowledge(self, word: Acknowledgement) -> Fate:
+        """Hand in that a shard is durable, and wait for the generation's fate."""
+
+    def withdraw(self, number: int, reason: str) -> None:
+        """Say that this rank will never acknowledge a generation, and why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +71,7 @@ class Saver:
         storage: Storage,
         rank: int,
         options: Checkpoint,
-        acknowledge: Acknowledge,
-        withdraw: Withdraw,
+        line: Coordination,
         hook: Hook | None = None,
     ) -> None:
         """Make a saver; nothing is allocated before the first save.
@@ -75,15 +80,13 @@ class Saver:
             storage: The run's root.
             rank: This rank.
             options: The configuration's checkpoint section.
-            acknowledge: Hands an acknowledgement in, and waits for the fate.
-            withdraw: Says that this rank will never acknowledge a generation, and why.
+            line: To the coordinator.
             hook: Called at named points, for drills.
         """
         self._storage = storage
         self._rank = rank
         self._options = options
-        self._acknowledge = acknowledge
-        self._withdraw = withdraw
+        self._line = line
         self._hook = hook
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
@@ -164,7 +167,7 @@ class Saver:
         try:
             shard = self._write(boundary)
             size = shard.size
-            fate = self._acknowledge(self._word(boundary, shard))
+            fate = self._line.acknowledge(self._word(boundary, shard))
         except Exception as error:
             fate = self._failed(header, error)
         durable = time.monotonic() - begun + stall
@@ -222,7 +225,7 @@ class Saver:
             reason = f"{error.where}: {error.what}" if error.where else error.what
         reason = f"rank {self._rank} could not save: {reason}"
         try:
-            self._withdraw(header.number, reason)
+            self._line.withdraw(header.number, reason)
         except Exception as lost:
             reason += f" (and the coordinator could not be told: {lost})"
         return Fate("failed", header.number, header.attempt, reason)

@@ -8,8 +8,8 @@
                 update.backward(loss_sum, count)
             update.step()
 
-`updates` starts where the published history ends. A rank that raises inside an update still votes in
-that update's reduction, so the others raise too and none waits for it.
+`updates` starts where the published history ends. A rank that raises inside an update still votes
+in that update's reduction, so the others raise too and none waits for it.
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ class Session:
             admitted.storage,
             self.rank,
             self.config.checkpoint,
-            self._line.acknowledge,
-            self._line.withdraw,
+            self._line,
             hooks.installed(),
         )
         self.boundaries = Boundaries(admitted, saver, self.chain)

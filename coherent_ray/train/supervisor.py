@@ -1,8 +1,9 @@
 """The supervisor: the process that the user typed, which outlives the driver and everything in Ray.
 
-It imports neither Ray nor torch, so it starts at once and cannot be taken down with them. It starts
-a driver process, passes on its events and the user's signals, and starts another when that one dies.
-If the supervisor itself is killed, its driver ends too, and the same command resumes the run.
+It imports neither Ray nor torch, so it starts at once and cannot be taken down with them. It
+starts a driver process, passes on its events and the user's signals, and starts another when that
+one dies. If the supervisor itself is killed, its driver ends too, and the same command resumes
+the run.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Configuration to Ray Train: scaling, failures, storage, and the recovery settings that matter.
 
-What dominates the time from a death to the next update was measured: how often Ray's controller looks
-at its workers, and Python's imports in the new processes. The first is set here.
+What dominates the time from a death to the next update was measured: how often Ray's controller
+looks at its workers, and Python's imports in the new processes. The first is set here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coherent_ray.storage import open_storage
 from coherent_ray.train.backend import FatalErrors, torch_config
 from coherent_ray.train.loop import train
 
-#: Ray Train's own bookkeeping, written in place: torn, it keeps a run from starting; we need none of it.
+#: Ray Train's own bookkeeping. It is written in place; torn, it would keep a run from starting.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
