@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -44,9 +45,8 @@ def keep_or_write(path: Path, made_from: Mapping[str, object], make: Callable[[]
             stream.flush()
             os.fsync(stream.fileno())
         # link, not rename: a file that another process has just made must not change under it.
-        os.link(temporary, path)
-    except FileExistsError:
-        _check(path, told)
+        with contextlib.suppress(FileExistsError):
+            os.link(temporary, path)
     except OSError as error:
         raise DataError(
             f"the data cannot be written: {error.strerror or error}",
@@ -54,7 +54,9 @@ def keep_or_write(path: Path, made_from: Mapping[str, object], make: Callable[[]
             remedy="make space there, or name another path in data.prepare and data.source",
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+    _check(path, told)
 
 
 def _check(path: Path, told: bytes) -> None:
