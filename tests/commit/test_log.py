@@ -1,18 +1,14 @@
 """The commit log: appended exactly once, fenced, never believed where it is damaged."""
 
-import itertools
 import json
-from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from logs import append_all, names, started
 from test_history import attempt, pin, publish, retire
-from turns import interleave
 
-from coherent_ray.commit.log import CommitLog, History, Record, record_path
-from coherent_ray.commit.records import AttemptBody, PublishBody, encode
+from coherent_ray.commit.log import CommitLog, History, record_path
+from coherent_ray.commit.records import AttemptBody, encode
 from coherent_ray.errors import (
     AlreadyExists,
     ConfigError,
@@ -25,29 +21,8 @@ from coherent_ray.errors import (
 )
 from coherent_ray.storage import LocalStorage
 from coherent_ray.storage.base import Storage
-from coherent_ray.storage.testing.faults import Crash, Fault, FaultyStorage, flipped
+from coherent_ray.storage.testing.faults import Crash, Fault, FaultyStorage
 from coherent_ray.storage.testing.memory import MemoryStorage
-
-
-def started(generations: int = 1) -> MemoryStorage:
-    """A storage with attempt 1 open and some generations published."""
-    storage = MemoryStorage()
-    log = CommitLog(storage, "setup")
-    log.open_attempt("run-1", "token-1")
-    for number in range(1, generations + 1):
-        log.append(publish(number), 1)
-    return storage
-
-
-def append_all(*bodies: PublishBody) -> None:
-    log = CommitLog(started(0))
-    for body in bodies:
-        log.append(body, 1)
-
-
-def names(history: History) -> list[str]:
-    return [body.name for body in history.publishes]
-
 
 # --- one writer -----------------------------------------------------------------------------------
 
@@ -224,124 +199,6 @@ def test_taken_and_absent_at_once_is_asked_again_a_few_times() -> None:
         CommitLog(storage).append(publish(3), 1)
 
 
-# --- races: every interleaving of two writers, verb by verb ---------------------------------------
-
-
-def orders(first: int, second: int) -> Iterable[tuple[int, ...]]:
-    """Every order of so many verbs of writer 0 and of writer 1."""
-    for places in itertools.combinations(range(first + second), first):
-        yield tuple(0 if place in places else 1 for place in range(first + second))
-
-
-Action = Callable[[Storage], object]
-
-
-def appends(body: PublishBody, of: int = 1, writer: str | None = None) -> Action:
-    return lambda storage: CommitLog(storage, writer).append(body, of)
-
-
-def opens(token: str) -> Action:
-    return lambda storage: CommitLog(storage).open_attempt("run-1", token)
-
-
-def check_results(storage: Storage, results: list[object]) -> History:
-    """The invariant: the log is sound, and has exactly what was said to have been appended."""
-    history = CommitLog(storage).read()
-    for result in results:
-        if isinstance(result, Record):
-            assert history.records[result.seq - 1] == result
-        else:
-            assert isinstance(result, (Fenced, SaveFailed, StorageError)), repr(result)
-    bodies = [record.body for record in history.records]
-    assert len(set(map(repr, bodies))) == len(bodies), "a record is there twice"
-    return history
-
-
-def test_publishing_against_an_opening_either_comes_before_or_is_fenced() -> None:
-    seen = set()
-    for order in orders(4, 5):
-        storage = started(0)
-        results = interleave([storage] * 2, [appends(publish(2)), opens("token-2")], order)
-        history = check_results(storage, results)
-        assert isinstance(results[1], Record)
-        if isinstance(results[0], Record):
-            assert results[0].seq < results[1].seq
-        else:
-            assert isinstance(results[0], Fenced)
-            assert names(history) == []
-        seen.add(type(results[0]))
-    assert seen == {Record, Fenced}, "both outcomes must have been reached"
-
-
-def test_two_coordinators_of_one_attempt_publish_one_generation_once() -> None:
-    for order in orders(4, 4):
-        storage = started(0)
-        results = interleave([storage] * 2, [appends(publish(2)), appends(publish(2))], order)
-        history = check_results(storage, results)
-        assert results[0] == results[1]
-        assert names(history) == ["g2-a1"]
-
-
-def test_two_generations_of_one_attempt_are_published_in_order_or_not_at_all() -> None:
-    seen = set()
-    for order in orders(4, 4):
-        storage = started(0)
-        results = interleave([storage] * 2, [appends(publish(2)), appends(publish(3))], order)
-        history = check_results(storage, results)
-        assert history.latest == publish(3)
-        assert isinstance(results[1], Record)
-        seen.add(type(results[0]))
-    assert seen == {Record, SaveFailed}
-
-
-def test_two_openings_get_two_numbers() -> None:
-    seen = set()
-    for order in orders(5, 5):
-        storage = started(0)
-        results = interleave([storage] * 2, [opens("token-a"), opens("token-b")], order)
-        history = check_results(storage, results)
-        assert [body.attempt for body in history.attempts] == [1, 2, 3]
-        assert history.attempts[1].token != history.attempts[2].token
-        seen.add(history.attempts[2].token)
-    assert seen == {"token-a", "token-b"}
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_races_with_lost_answers(lost: int) -> None:
-    """Writer `lost` never hears that its first record landed."""
-    seen = set()
-    for order in orders(4, 5):
-        storage = started(0)
-        faulty = FaultyStorage(storage, [Fault("lose_answer", verb="create")])
-        storages = [faulty if index == lost else storage for index in range(2)]
-        results = interleave(storages, [appends(publish(2)), opens("token-2")], order)
-        history = check_results(storage, results)
-        published = "g2-a1" in names(history)
-        assert isinstance(results[0], Record) == published
-        assert isinstance(results[1], Record)
-        seen.add((published, bool(faulty.struck)))
-    assert (True, True) in seen
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(0, 3), max_size=40), st.lists(st.integers(1, 6), max_size=3))
-def test_four_writers_in_any_order(order: list[int], lost: list[int]) -> None:
-    storage = started()
-    faulty = FaultyStorage(storage, [Fault("lose_answer", at=at, verb="create") for at in lost])
-    actions = [appends(publish(2)), appends(publish(2)), opens("token-2"), opens("token-3")]
-    results = interleave([faulty] * 4, actions, order)
-    history = check_results(storage, results)
-    assert history.seq == len(set(map(repr, [r for r in results if isinstance(r, Record)]))) + 2
-
-
-def test_threads_share_a_view(tmp_path: Path) -> None:
-    log = CommitLog(LocalStorage(tmp_path))
-    log.open_attempt("run-1", "token-1")
-    results = interleave([MemoryStorage()] * 4, [lambda _: log.append(publish(1), 1)] * 4, [])
-    assert len({repr(result) for result in results}) == 1
-    assert CommitLog(LocalStorage(tmp_path)).read().seq == 2
-
-
 # --- a writer that dies ---------------------------------------------------------------------------
 
 
@@ -389,89 +246,6 @@ def test_whatever_strikes_wherever_the_log_is_sound_and_the_story_can_be_told_on
                 CommitLog(storage.inner).append(publish(3, 2), 2)
         assert [r.body for r in CommitLog(storage.inner).read().records] == expected
     assert struck > 10
-
-
-# --- damage ---------------------------------------------------------------------------------------
-
-
-def test_any_bit_that_flips_in_any_record_is_found() -> None:
-    whole = started(2)
-    for seq in (1, 2, 3):
-        data = whole.files[record_path(seq)]
-        for bit in range(0, 8 * len(data), 7):
-            storage = MemoryStorage()
-            storage.files = {**whole.files, record_path(seq): flipped(data, bit)}
-            with pytest.raises(LogDamaged) as caught:
-                CommitLog(storage).read()
-            assert caught.value.where == record_path(seq)
-            assert caught.value.details == {"readable_until": seq - 1}
-            assert f"up to {seq - 1}" in caught.value.remedy
-
-
-@pytest.mark.parametrize("read", [lambda log: log.read(), lambda log: log.append(publish(9), 1)])
-def test_a_gap_is_found_and_never_filled(read: Callable[[CommitLog], object]) -> None:
-    for seq in (1, 2, 3):
-        storage = started(3)
-        del storage.files[record_path(seq)]
-        with pytest.raises(LogDamaged, match="missing") as caught:
-            read(CommitLog(storage))
-        assert caught.value.details == {"readable_until": seq - 1}
-        assert record_path(seq) not in storage.files
-
-
-def test_records_in_the_wrong_place_are_found() -> None:
-    whole, other = started(3), started(3)
-    del other.files[record_path(2)]
-    for damage in [
-        {record_path(3): whole.files[record_path(2)]},
-        {record_path(2): whole.files[record_path(3)]},
-        {record_path(1): whole.files[record_path(2)]},
-        {record_path(5): whole.files[record_path(4)]},
-    ]:
-        storage = MemoryStorage()
-        storage.files = {**whole.files, **damage}
-        with pytest.raises(LogDamaged):
-            CommitLog(storage).read()
-
-
-def test_another_runs_record_is_found_by_the_chain() -> None:
-    mine, theirs = started(3), MemoryStorage()
-    log = CommitLog(theirs)
-    log.open_attempt("run-1", "another-token")
-    log.append(publish(1), 1)
-    mine.files[record_path(2)] = theirs.files[record_path(2)]
-    with pytest.raises(LogDamaged, match="chain") as caught:
-        CommitLog(mine).read()
-    assert caught.value.where == record_path(2)
-
-
-def test_a_record_that_breaks_the_rules_is_found_by_every_reader() -> None:
-    """Written by a writer that did not ask: right chain, right digest, wrong all the same."""
-    storage = started()
-    rogue = CommitLog(storage).read().successor(publish(5, 4), "rogue")
-    storage.files[record_path(3)] = encode(rogue)
-    with pytest.raises(LogDamaged, match="while attempt 1 is open"):
-        CommitLog(storage).read()
-
-
-def test_other_files_beside_the_records_are_nobodys_business() -> None:
-    storage = started()
-    for name in ("log/README", "log/1.json", f"log/{7:020d}.json.bak", f"log/sub/{7:020d}.json"):
-        storage.files[name] = b"?"
-    assert CommitLog(storage).read().seq == 2
-
-
-def test_a_view_keeps_what_it_has_checked() -> None:
-    """A long-lived writer reads what is new; a reader that must know reads all."""
-    storage = FaultyStorage(started(5))
-    log = CommitLog(storage)
-    log.read_on()
-    storage.calls.clear()
-    log.append(publish(6), 1)
-    assert len(storage.calls) <= 2
-    storage.calls.clear()
-    log.read()
-    assert len([path for verb, path in storage.calls if verb == "read"]) == 8
 
 
 # --- the hint -------------------------------------------------------------------------------------
