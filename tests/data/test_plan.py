@@ -14,6 +14,9 @@ from coherent_ray.data.plan import Plan
 HASH = "blake3:" + "ab" * 32
 GOLDEN_SAMPLER = "blake3:c6a6a16cef26d9a1b27e5a364eb90da65b5342697443efe34785f71e06c957e2"
 GOLDEN_SEED = 4593393783890010588
+GOLDEN_IDS = "blake3:a8262abe1ebc3652ec5ed3907d969d89e8c9aa6e4246648872e692c725a35e3c"
+GOLDEN_TAIL = [78, 85, 16, 64, 54, 18, 45]
+GOLDEN_EXAMPLE_SEED = 9536755782944069823
 IDENTITY = PlanIdentity(HASH, 103, 7, order.NAME, 16, 6, 2)
 
 
@@ -252,6 +255,13 @@ def test_the_digest_of_an_updates_ids_is_that_of_its_examples():
     digests = [plan.ids_digest(plan.update(number)) for number in range(1, 15)]
     assert len(set(digests)) == 14
     assert digests == [made(lanes=2).ids_digest(made().update(n)) for n in range(1, 15)]
+
+
+def test_the_digest_of_an_updates_ids_is_pinned():
+    # Receipts hold it.
+    assert made().ids_digest(made().update(7)) == GOLDEN_IDS
+    assert made().example_ids(96, 103, 0).tolist() == GOLDEN_TAIL
+    assert int(made().example_seeds(np.array([5]), 2)[0]) == GOLDEN_EXAMPLE_SEED
 
 
 def test_seeds_are_keyed_and_never_collide():
