@@ -12,10 +12,12 @@ from coherent_ray.errors import PeerLost
 from coherent_ray.train import collectives
 
 ONE = torch.zeros(1)
+FAR = torch.zeros(1, device="meta")
 CALLS: dict[str, Callable[[], object]] = {
     "all_reduce": lambda: collectives.sum_over_ranks(ONE, None),
     "all_to_all_single": lambda: collectives.scatter_all(ONE, ONE, [1], [1], None),
-    "all_gather_single": lambda: collectives.gather_all(ONE, ONE, None),
+    "all_gather_single": lambda: collectives.gather_all(FAR, FAR, None),
+    "get_rank": lambda: collectives.gather_all(ONE, ONE, None),
     "broadcast": lambda: collectives.from_first(ONE, None),
 }
 
