@@ -142,6 +142,20 @@ def test_short_writes_and_reads_are_gone_on_with(
     assert storage.read("file", 1, 8) == b"12345678"
 
 
+def test_the_device_is_asked_to_begin_early_and_may_decline(
+    tmp_path: Path, refuse: Callable[..., Refusing], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_WRITE_BEHIND", 10)
+    storage = LocalStorage(tmp_path)
+    advice = refuse("posix_fadvise", errno.EINVAL)
+    with storage.open_writer("shard") as writer:
+        for _ in range(10):
+            writer.write(b"0123")
+        writer.finish()
+    assert advice.calls == 3
+    assert (tmp_path / "shard").read_bytes() == b"0123" * 10
+
+
 def test_a_sync_that_failed_is_not_asked_again(
     tmp_path: Path, refuse: Callable[..., Refusing]
 ) -> None:
