@@ -298,20 +298,23 @@ class Config(Section):
         """Where the workers train, with auto decided."""
         return "cuda" if self.cluster.use_gpu else "cpu"
 
-    def resolved(self) -> Config:
+    def resolved(self, directory: str | Path = "") -> Config:
         """Return the same configuration with absolute paths; addresses stay as they are.
 
         An argument of `data.prepare` that names one of the data's paths goes with it, since both
         mean one file. Workers have other current directories than the user.
+
+        Args:
+            directory: What relative paths are relative to; empty: the current directory.
         """
         source, prepare = self.data.source, self.data.prepare
-        names = {path: _absolute(path) for path in source.paths}
+        names = {path: _absolute(path, directory) for path in source.paths}
         paths = [names[path] for path in source.paths]
         source = source.model_copy(update={"paths": paths})
         if prepare is not None:
             prepare = prepare.model_copy(update={"args": _renamed(prepare.args, names)})
         data = self.data.model_copy(update={"source": source, "prepare": prepare})
-        run = self.run.model_copy(update={"root": _absolute(self.run.root)})
+        run = self.run.model_copy(update={"root": _absolute(self.run.root, directory)})
         return self.model_copy(update={"run": run, "data": data})
 
 
@@ -390,8 +393,10 @@ def schema() -> dict[str, Any]:
     }
 
 
-def _absolute(path: str) -> str:
-    return path if "://" in path else str(Path(path).expanduser().absolute())
+def _absolute(path: str, directory: str | Path) -> str:
+    if "://" in path:
+        return path
+    return str((Path(directory) / Path(path).expanduser()).absolute())
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

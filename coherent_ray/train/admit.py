@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,8 @@ class Admitted:
     model: torch.nn.Module | None
     """As the task built it; the session takes it."""
     notes: tuple[str, ...]
+    directory: str = ""
+    """The driver's current directory, which a configuration's relative paths mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +77,7 @@ class Request:
 
     config: dict[str, Any]
     code_path: str
-    """Directory whose modules the driver could import; looked at last, where it exists."""
+    """The driver's current directory: its modules are looked at last, where it exists."""
     run_id: str
     attempt: int
 
@@ -105,26 +109,33 @@ def take_ticket(request: Request) -> Ticket:
 
     context = ray.train.get_context()
     blank = Ticket(context.get_world_rank(), context.get_world_size(), socket.gethostname())
-    device = (
-        ray.train.torch.get_device()
-        if request.config["cluster"]["use_gpu"]
-        else torch.device("cpu")
-    )
-    return _ticket(request, blank, device)
+    use_gpu = request.config["cluster"]["use_gpu"]
+    return _ticket(request, blank, ray.train.torch.get_device if use_gpu else _cpu)
 
 
-def _ticket(request: Request, blank: Ticket, device: torch.device) -> Ticket:
+def _ticket(request: Request, blank: Ticket, device: Callable[[], torch.device]) -> Ticket:
     global _admitted  # noqa: PLW0603 - one worker process is one rank
     _admitted = None
     try:
-        _admitted = admitted = find_out(request, blank.rank, blank.ranks, device)
+        admitted = find_out(request, blank.rank, blank.ranks, device())
+        ticket = describe(admitted, blank)
     except CoherentRayError as error:
         return replace(blank, refusal=error)
     except Exception as error:
         kind = type(error).__name__
-        unexpected = TrainingFailed(f"admission broke: {kind}: {error}", where=f"rank {blank.rank}")
+        unexpected = TrainingFailed(
+            f"admission broke: {kind}: {error}",
+            where=f"rank {blank.rank}",
+            remedy="the traceback is in the details",
+            details={"traceback": traceback.format_exc()},
+        )
         return replace(blank, refusal=unexpected)
-    return describe(admitted, blank)
+    _admitted = admitted
+    return ticket
+
+
+def _cpu() -> torch.device:
+    return torch.device("cpu")
 
 
 def describe(admitted: Admitted, blank: Ticket) -> Ticket:
@@ -169,7 +180,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
     dataset = datasets.scan_now(config)
     identity = datasets.identity_of(config, dataset)
     plan = Plan(identity)
-    notes = [damage.what for damage in selected.skipped] if selected else []
+    notes = [passed_over(damage) for damage in selected.skipped] if selected else []
     position = plan.after(0)
     if selected is not None:
         header = selected.manifest.header
@@ -199,7 +210,13 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         task=task,
         model=model,
         notes=tuple(notes),
+        directory=request.code_path,
     )
+
+
+def passed_over(damage: Damage) -> str:
+    """Return in words that a generation was passed over, and what of it is damaged."""
+    return f"passed over a damaged generation: {damage.where}: {damage.what}"
 
 
 def build_model(task: Task, plan: Plan) -> torch.nn.Module:

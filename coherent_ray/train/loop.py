@@ -16,7 +16,6 @@ from coherent_ray import config as config_
 from coherent_ray.config import Config
 from coherent_ray.errors import ConfigError
 from coherent_ray.train.admit import build_model, current
-from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.session import Session, session
 from coherent_ray.train.task import Task, WithOptimizer, WithScheduler
 
@@ -40,7 +39,6 @@ def train(values: dict[str, Any]) -> None:
                 loss_sum, count = task.loss(run.model, micro.batch)
                 update.backward(loss_sum, count)
             update.step()
-    report_outcome(run)
 
 
 def take_model(task: Task, run: Session) -> nn.Module:

@@ -7,13 +7,16 @@ path; and it is never the commit. The generation is reported where it lies: noth
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from coherent_ray.commit.manifest import generation_directory
 from coherent_ray.storage import open_storage
-from coherent_ray.train.session import Session
+
+if TYPE_CHECKING:
+    from coherent_ray.train.session import Session
 
 
 def report_outcome(run: Session) -> None:
@@ -28,10 +31,16 @@ def report_outcome(run: Session) -> None:
 
 
 def _checkpoint(run: Session) -> Checkpoint | None:
-    """Return rank 0's checkpoint: the directory of the last generation, inside the run's root."""
+    """Return rank 0's checkpoint: the directory of the last generation, inside the run's root.
+
+    None where Ray keeps its files elsewhere: it takes no checkpoint in place outside its own
+    directory, and a run that is done must not fail for that.
+    """
     name = run.boundaries.published
     if run.rank != 0 or name is None:
         return None
     number, attempt = name.removeprefix("g").split("-a")
     directory = generation_directory(int(number), int(attempt))
-    return Checkpoint.from_directory(Path(open_storage(run.config.run.root).uri) / directory)
+    place = Path(open_storage(run.config.run.root).uri) / directory
+    rays = Path(ray.train.get_context().get_storage().experiment_fs_path)
+    return Checkpoint.from_directory(place) if place.is_relative_to(rays) else None

@@ -9,7 +9,8 @@
             update.step()
 
 `updates` starts where the published history ends. A rank that raises inside an update still votes
-in that update's reduction, so the others raise too and none waits for it.
+in that update's reduction, so the others raise too and none waits for it. At the end of the block
+Ray Train is told the last metrics and the last generation, so every rank must come there.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP, Line
+from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.reduce import LaneReducer
@@ -53,7 +55,8 @@ def session(config: Config | None = None, *, collate: Collate | None = None) -> 
         ConfigError: The configuration is another, or there is no collate function.
     """
     admitted = current()
-    if config is not None and config.resolved() != admitted.config:
+    # Ray gives a worker a directory of its own: relative paths still mean the driver's.
+    if config is not None and config.resolved(admitted.directory) != admitted.config:
         raise ConfigError(
             "the session's configuration is not the one that the workers were admitted with",
             where="coherent_ray.session",
@@ -218,6 +221,8 @@ class Session:
                 self._vote_failed(error)
         finally:
             self.boundaries.close(wait=error is None)
+        if error is None:
+            report_outcome(self)
 
     def _vote_failed(self, error: Exception) -> None:
         """Let the other ranks know that this one fails, unless they fail or know already."""

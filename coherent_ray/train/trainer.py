@@ -57,8 +57,6 @@ def make_trainer(
     """
     config = config.resolved()
     cluster = config.cluster
-    root = Path(open_storage(config.run.root).uri)
-    (root / RAY_SNAPSHOT).unlink(missing_ok=True)
     return TorchTrainer(
         function,
         train_loop_config=config.model_dump(mode="json"),
@@ -68,10 +66,26 @@ def make_trainer(
             use_gpu=cluster.use_gpu,
             resources_per_worker=dict(cluster.resources_per_worker),
         ),
-        run_config=RunConfig(
-            name=root.name,
-            storage_path=str(root.parent),
-            failure_config=FailureConfig(max_failures=cluster.max_failures),
-            callbacks=[FatalErrors()],
-        ),
+        run_config=run_config(config),
+    )
+
+
+def run_config(config: Config) -> RunConfig:
+    """Return the ``run_config`` for Ray's `TorchTrainer` that makes Ray and the run one.
+
+    Ray keeps its own files in the run's root, so that a generation can be its checkpoint where it
+    lies; a worker's death is survived as often as ``cluster.max_failures`` says, and an error that
+    a restart would only meet again ends the run at once. What Ray remembers of an earlier start
+    is removed, because Ray cannot start where that is torn, and nothing here depends on it.
+
+    Args:
+        config: The run's configuration.
+    """
+    root = Path(open_storage(config.resolved().run.root).uri)
+    (root / RAY_SNAPSHOT).unlink(missing_ok=True)
+    return RunConfig(
+        name=root.name,
+        storage_path=str(root.parent),
+        failure_config=FailureConfig(max_failures=config.cluster.max_failures),
+        callbacks=[FatalErrors()],
     )

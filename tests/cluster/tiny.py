@@ -1,0 +1,118 @@
+"""The smallest job that exercises everything: 50 rows, two layers, dropout, a short last update.
+
+Workers import this module by its name, so nothing in it may need pytest.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from torch import Tensor, nn
+
+from coherent_ray import config as config_
+from coherent_ray.commit.generations import Generations
+from coherent_ray.config import Config
+from coherent_ray.storage import open_storage
+from coherent_ray.train import receipts
+from coherent_ray.train.receipts import Receipt
+
+#: Seven updates an epoch, the last one of two examples: two of four lanes have none.
+ROWS = 50
+INPUTS = 4
+UPDATES = 12
+EVERY = 3
+
+
+class TinyTask:
+    """Two layers that learn the sign of a sum."""
+
+    def __init__(self, width: int = 512) -> None:
+        self.width = width
+
+    def build_model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(INPUTS, self.width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(self.width, 2)
+        )
+
+    def collate(self, rows: Any) -> tuple[Tensor, Tensor]:
+        return torch.from_numpy(rows["x"]), torch.from_numpy(rows["y"])
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+class FailingTask(TinyTask):
+    """Raises in the loss, on one rank, in its second update."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        self.calls = getattr(self, "calls", 0) + 1
+        if torch.distributed.get_rank() == 1 and self.calls == 5:
+            raise ZeroDivisionError("the tiny task gives up")
+        return super().loss(model, batch)
+
+
+def write_rows(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
+    """Write the data, the same for one seed, and return its path."""
+    draw = np.random.default_rng(seed)
+    x = draw.standard_normal((rows, INPUTS)).astype(np.float32)
+    y = (x.sum(axis=1) > 0).astype(np.int64)
+    columns = {
+        "x": pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), INPUTS),
+        "y": pa.array(y),
+    }
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+def values(root: Path, data: Path, **changes: Any) -> dict[str, Any]:
+    """A configuration as YAML would give it; ``section__key=value`` changes one setting."""
+    made: dict[str, Any] = {
+        "run": {"root": str(root)},
+        "task": {"factory": "tiny:TinyTask", "args": {}},
+        "data": {
+            "source": {"format": "parquet", "paths": [str(data)]},
+            "seed": 11,
+            "global_batch": 8,
+            "lanes": 4,
+            "microbatch": 1,
+        },
+        "training": {"updates": UPDATES, "clip_norm": 1.0},
+        "optimizer": {"lr": 0.05},
+        "checkpoint": {"every_updates": EVERY, "block_bytes": 4096},
+        "cluster": {"workers": 2, "max_failures": 3},
+    }
+    for name, value in changes.items():
+        *sections, key = name.split("__")
+        at = made
+        for section in sections:
+            at = at.setdefault(section, {})
+        at[key] = value
+    return made
+
+
+def configured(root: Path, data: Path, **changes: Any) -> Config:
+    """The same as a `Config`."""
+    return config_.build(values(root, data, **changes))
+
+
+def selected(root: Path | str) -> str | None:
+    """The generation that a reader selects at this moment, every digest checked."""
+    found = Generations(open_storage(str(root))).select()
+    return found.publish.name if found else None
+
+
+def history(root: Path | str) -> list[Receipt]:
+    """All receipts of a run, the chain checked."""
+    storage = open_storage(str(root))
+    return list(receipts.history(storage, Generations(storage).history()))
+
+
+def published(root: Path | str) -> list[str]:
+    """Names of all generations in the log, in its order."""
+    return [p.name for p in Generations(open_storage(str(root))).history().publishes]
