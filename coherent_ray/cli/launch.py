@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 #: Not sent to a cluster, besides what .gitignore names.
 EXCLUDES = [".git", ".venv", "__pycache__", "*.egg-info"]
+#: What Ray says where no node is ready to take a job yet, and the seconds that it is given.
+NO_AGENT = "No available agent"
+PATIENCE_S = 60.0
 _LOCAL_HOSTS = {None, "localhost", "127.0.0.1", "::1"}
 
 
@@ -78,11 +83,7 @@ def submit(
     settings = load_job(path, overrides)
     entrypoint = shlex.join(_entrypoint(_shipped(path), settings, overrides, address))
     client = _client(address)
-    job = client.submit_job(
-        entrypoint=entrypoint,
-        runtime_env={"working_dir": str(Path.cwd()), "excludes": EXCLUDES},
-        metadata={"coherent_ray_root": settings.run.root},
-    )
+    job = _submitted(client, entrypoint, settings.run.root)
     at = client.get_address()
     if as_json:
         show_json({"job": job, "address": at, "entrypoint": entrypoint, "root": settings.run.root})
@@ -151,6 +152,8 @@ def _entrypoint(
 def _client(address: str | None) -> JobSubmissionClient:
     from ray.job_submission import JobSubmissionClient
 
+    # It tells each file that it does not send.
+    logging.getLogger("ray").setLevel(logging.ERROR)
     try:
         return JobSubmissionClient(address)
     except (ConnectionError, RuntimeError, ValueError, AssertionError) as error:
@@ -159,6 +162,26 @@ def _client(address: str | None) -> JobSubmissionClient:
             where=address or "this machine",
             remedy="name the dashboard, http://HOST:8265, or start a cluster: ray start --head",
         ) from error
+
+
+def _submitted(client: JobSubmissionClient, entrypoint: str, root: str) -> str:
+    """Submit the job, and return its id; a cluster that has just started gets some patience."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return client.submit_job(
+                entrypoint=entrypoint,
+                runtime_env={"working_dir": str(Path.cwd()), "excludes": EXCLUDES},
+                metadata={"coherent_ray_root": root},
+            )
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            if NO_AGENT not in str(error) or time.monotonic() > deadline:
+                raise ClusterError(
+                    f"the cluster did not take the job: {error}",
+                    where=client.get_address(),
+                    remedy="see `ray status` there; large files belong into .gitignore",
+                ) from error
+        time.sleep(1.0)
 
 
 def _follow(client: JobSubmissionClient, job: str) -> int:

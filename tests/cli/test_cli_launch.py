@@ -126,6 +126,7 @@ class Client:
     """Ray's job client, as far as it is used."""
 
     jobs: list[dict] = []  # noqa: RUF012
+    refusals: list[str] = []  # noqa: RUF012
     status = "SUCCEEDED"
 
     def __init__(self, address=None):
@@ -135,6 +136,8 @@ class Client:
 
     def submit_job(self, **job):
         self.jobs.append(job)
+        if self.refusals:
+            raise RuntimeError(self.refusals.pop(0))
         return "raysubmit_1"
 
     def get_address(self):
@@ -220,6 +223,31 @@ def test_follow_of_a_job_that_fails(call, cluster, configuration, monkeypatch):
     done = call("submit", "job.yaml", "--follow")
     assert done.code == 1
     assert "raysubmit_1: the job ended as FAILED" in done.err
+
+
+def test_a_cluster_that_is_not_ready_is_waited_for(call, cluster, configuration, monkeypatch):
+    configuration()
+    monkeypatch.setattr("coherent_ray.cli.launch.time.sleep", lambda seconds: None)
+    monkeypatch.setattr(Client, "refusals", ["500: No available agent to submit job"] * 2)
+    assert call("submit", "job.yaml").code == 0
+    assert len(cluster.jobs) == 3
+    assert cluster.jobs[0] == cluster.jobs[2]
+
+
+def test_patience_ends(call, cluster, configuration, monkeypatch):
+    configuration()
+    monkeypatch.setattr("coherent_ray.cli.launch.PATIENCE_S", -1.0)
+    monkeypatch.setattr(Client, "refusals", ["No available agent to submit job"])
+    assert call("submit", "job.yaml").code == 1
+
+
+def test_a_job_that_is_refused(call, cluster, configuration, monkeypatch):
+    configuration()
+    monkeypatch.setattr(Client, "refusals", ["the package is too large"])
+    done = call("submit", "job.yaml")
+    assert done.code == 1
+    assert "127.0.0.1:8265: the cluster did not take the job: the package is too large" in done.err
+    assert len(cluster.jobs) == 1
 
 
 def test_a_cluster_that_is_not_there(call, cluster, configuration):
