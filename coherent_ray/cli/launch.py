@@ -169,7 +169,7 @@ def _submitted(client: JobSubmissionClient, entrypoint: str, root: str) -> str:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         try:
-            return client.submit_job(
+            job: str = client.submit_job(
                 entrypoint=entrypoint,
                 runtime_env={"working_dir": str(Path.cwd()), "excludes": EXCLUDES},
                 metadata={"coherent_ray_root": root},
@@ -181,7 +181,9 @@ def _submitted(client: JobSubmissionClient, entrypoint: str, root: str) -> str:
                     where=client.get_address(),
                     remedy="see `ray status` there; large files belong into .gitignore",
                 ) from error
-        time.sleep(1.0)
+            time.sleep(1.0)
+        else:
+            return job
 
 
 def _follow(client: JobSubmissionClient, job: str) -> int:
