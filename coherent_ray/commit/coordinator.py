@@ -143,7 +143,7 @@ class Coordinator:
             return self._published_fate(key)
         if key in self._refused:
             return self._refused[key]
-        if key.attempt < self.attempt and key not in self._stages:
+        if key.attempt < self.attempt:
             return self._fenced_fate(key)
         if key.attempt > self.attempt:
             return _fate(key, "failed", f"attempt {key.attempt} has not been opened in the log")
@@ -231,11 +231,12 @@ class Coordinator:
             if isinstance(body, PublishBody):
                 self._published[Key(body.attempt, body.number)] = record.seq
         actions: list[Action] = []
-        for key, stage in list(self._stages.items()):
+        for key in list(self._stages):
             if key in self._published:
                 # Another process of the same attempt, killed since, finished what this one began.
                 actions += self._publish(key, self._published[key])
-            elif key.attempt < self.attempt and not isinstance(stage, Sealed):
+            elif key.attempt < self.attempt:
+                # Not in the log before the attempt that fences it, so never.
                 actions += self._refuse(self._fenced_fate(key))
         return actions
 

@@ -7,6 +7,7 @@ to by affinity, and the head's death ends the cluster anyway.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
@@ -25,6 +26,8 @@ HEAD_NODE = "node:__internal_head__"
 #: Seconds that the actor has to start and to answer a question.
 ANSWER_TIMEOUT_S = 60.0
 _POLL_S = 0.05
+#: Seconds that an actor that was asked to end may keep its name.
+_GENTLE_S = 5.0
 
 
 def name_of(run_id: str) -> str:
@@ -95,23 +98,18 @@ def stop(run_id: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> bool:
     handle = find(run_id)
     if handle is None:
         return False
-    gentle_s = timeout_s / 2
-    try:
+    # A call that was not answered may not have been heard either, so only the name tells.
+    with contextlib.suppress(RayActorError, GetTimeoutError):
         # Never retried: the retry would wait for an actor that has just gone.
-        call = handle.stop.options(max_task_retries=0).remote()
-        ray.get(call, timeout=gentle_s)
-    except RayActorError:
-        pass  # it is gone, as it should be
-    except GetTimeoutError:
+        ray.get(handle.stop.options(max_task_retries=0).remote(), timeout=timeout_s / 2)
+    if not _gone(run_id, _GENTLE_S):
         ray.kill(handle, no_restart=True)
-    deadline = time.monotonic() + timeout_s
-    while find(run_id) is not None:
-        if time.monotonic() > deadline:
+        if not _gone(run_id, timeout_s / 2):
             raise ClusterError(
                 f"the coordinator of run {run_id!r} did not end within {timeout_s:g} s",
                 where=name_of(run_id),
+                remedy="see with `ray status` whether the head node is up",
             )
-        time.sleep(_POLL_S)
     return True
 
 
@@ -154,3 +152,12 @@ def _start(run_id: str, root: str, options: dict[str, Any]) -> Any:
         max_concurrency=MAX_CONCURRENCY,
     )
     return actor.remote(run_id, root, **options)
+
+
+def _gone(run_id: str, within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while find(run_id) is not None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True

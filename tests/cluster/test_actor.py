@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -110,6 +111,13 @@ def test_stop_is_for_good(root: str) -> None:
         answer(handle.ping.remote())
 
 
+def test_stop_is_for_good_even_if_the_actor_is_frozen(root: str) -> None:
+    handle = coordinators.connect(RUN, root)
+    os.kill(answer(handle.ping.remote())["pid"], signal.SIGSTOP)
+    assert coordinators.stop(RUN, timeout_s=2.0)
+    assert coordinators.find(RUN) is None
+
+
 def test_stop_answers_those_who_wait(root: str) -> None:
     handle = coordinators.connect(RUN, root)
     answer(handle.open_attempt.remote("first"))
@@ -121,15 +129,20 @@ def test_stop_answers_those_who_wait(root: str) -> None:
     assert {fate.reason for fate in fates(calls)} == {"the coordinator was stopped"}
 
 
-def test_killed_before_publish_the_same_generation_completes(root: str) -> None:
+@pytest.mark.parametrize("killer", ["ray", "operating system"])
+def test_killed_before_publish_the_same_generation_completes(root: str, killer: str) -> None:
     storage = open_storage(root)
-    handle = coordinators.connect(RUN, root)
-    answer(handle.open_attempt.remote("first"))
+    answer(coordinators.connect(RUN, root).open_attempt.remote("first"))
+    handle = coordinators.find(RUN)  # as a worker gets it
+    assert handle is not None
     RANKS.write(storage)
     calls = acknowledge(handle, RANKS, ranks=[0, 1])
     waiting_for(handle, "rank 2")
     pid = answer(handle.ping.remote())["pid"]
-    ray.kill(handle, no_restart=False)
+    if killer == "ray":
+        ray.kill(handle, no_restart=False)
+    else:
+        os.kill(pid, signal.SIGKILL)
     assert restarted(handle, pid)["attempt"] == 1
     calls += acknowledge(handle, RANKS, ranks=[2])
     assert fates(calls) == [Fate("published", 1, 1, seq=2)] * 3

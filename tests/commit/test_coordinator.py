@@ -269,6 +269,16 @@ def test_a_new_attempt_fences_what_is_not_yet_in_the_log(
     assert len(check_published_is_whole(storage).publishes) == (steps >= 3)
 
 
+def test_what_waits_for_its_append_is_fenced_by_what_the_log_shows() -> None:
+    """The log holds the later attempt and not the record, so the record can never come."""
+    machine = machine_after_acks()
+    machine.handle(ShardsChecked(KEY, ()), 0.0)
+    machine.handle(ManifestWritten(KEY), 0.0)
+    answers = machine.handle(HistoryRead(opened(attempts=2)), 0.0)
+    assert [answer.fate.kind for answer in answers] == ["fenced"] * 3
+    assert machine.handle(AppendFailed(KEY, "fenced", "fenced"), 0.0) == []
+
+
 def test_an_older_attempt_s_word_is_fenced(shell: Shell) -> None:
     shell.open("second")
     call = shell.acknowledge(RANKS.ack(0))
