@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import ray
-from ray.util.state import list_actors
+from ray._private.state import state as ray_state
 
 from coherent_ray.errors import ClusterError
 from coherent_ray.train import coordinators
@@ -124,8 +124,9 @@ def pids_of(target: Target) -> list[int]:
     Raises:
         ClusterError: There is none.
     """
-    filters = [("class_name", "=", CLASSES[target]), ("state", "=", "ALIVE")]
-    pids = sorted(actor.pid for actor in list_actors(filters=filters, limit=10_000) if actor.pid)
+    # The public state API needs the dashboard, which a local cluster does without.
+    actors = ray_state.actor_table(None, None, "ALIVE").values()
+    pids = sorted(actor["Pid"] for actor in actors if actor["ActorClassName"] == CLASSES[target])
     if not pids:
         raise ClusterError(f"no {target} is alive")
     return pids

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from coherent_ray.commit.inspection import is_lost
 from coherent_ray.commit.manifest import CUT_ALIGNMENT, Manifest, ShardRecord
 from coherent_ray.digests import new_hasher
-from coherent_ray.errors import NotFound, ShardDamaged
+from coherent_ray.errors import NotFound, ShardDamaged, StorageError
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import FlatState
 from coherent_ray.storage.base import Storage
@@ -87,6 +88,10 @@ class ShardReader:
             count = self._storage.read_into(self.record.path, block.first, target)
         except NotFound as error:
             raise self.damage("the shard is missing") from error
+        except StorageError as error:
+            if not is_lost(error):
+                raise
+            raise self.damage("it cannot be read from the device", block) from error
         if count != len(target):
             raise self.damage(f"the shard ends after {block.first + count} bytes", block)
         hasher = new_hasher(self.record.algorithm)

@@ -87,13 +87,14 @@ def judge(tickets: Sequence[Ticket], expected: Expected, *, same_environment: bo
     _require(tickets, "run id", lambda t: t.run_id, expected.run_id)
     _require(tickets, "attempt", lambda t: t.attempt, expected.attempt)
     _require(tickets, "rank count", lambda t: t.ranks, expected.ranks)
+    _require_each_rank_once(tickets)
     _agree(tickets, "generation", lambda t: t.generation or "none")
     _agree(tickets, "manifest", lambda t: t.manifest_digest or "none")
     _agree(tickets, "next generation", lambda t: t.next_number)
     _agree(tickets, "dataset", lambda t: t.dataset_hash)
     _agree(tickets, "data position", lambda t: (t.plan, t.position))
     _agree_on_samplers(tickets)
-    _agree(tickets, "model", lambda t: t.state_spec)
+    _agree(tickets, "model", lambda t: t.state_spec or "none")
     if same_environment:
         _agree_on_environment(tickets)
 
@@ -124,6 +125,15 @@ def _require(
             _refuse(ticket, what, value(ticket), f"the coordinator has {wanted}")
 
 
+def _require_each_rank_once(tickets: Sequence[Ticket]) -> None:
+    """Refuse two processes that would carry the same lanes, and a rank that nobody is."""
+    seen: set[int] = set()
+    for ticket in tickets:
+        if ticket.rank in seen or not 0 <= ticket.rank < len(tickets):
+            _refuse(ticket, "rank", ticket.rank, "every rank from 0 on must be there once")
+        seen.add(ticket.rank)
+
+
 def _agree(tickets: Sequence[Ticket], what: str, value: Callable[[Ticket], Any]) -> None:
     """Refuse the ranks that differ from the most; rank 0's side wins a tie."""
     votes = Counter(value(t) for t in tickets)
@@ -149,7 +159,11 @@ def _agree_on_samplers(tickets: Sequence[Ticket]) -> None:
         if ticket.plan is None or ticket.position is None:
             _refuse(ticket, "data position", "none", "every rank must have one")
             return
-        own = Plan(ticket.plan).sampler_digest(ticket.position, ticket.rank, ticket.ranks)
+        try:
+            own = Plan(ticket.plan).sampler_digest(ticket.position, ticket.rank, ticket.ranks)
+        except ValueError as error:
+            _refuse(ticket, "data position", ticket.position, f"but {error}")
+            return
         if ticket.sampler_digest != own:
             _refuse(ticket, "sampler", ticket.sampler_digest, f"the controller derives {own}")
 

@@ -30,6 +30,7 @@ from coherent_ray.errors import (
     CoherentRayError,
     Damage,
     NoGeneration,
+    TaskError,
     TrainingFailed,
 )
 from coherent_ray.state.capture import check_spec, spec_digest, state_spec
@@ -182,7 +183,11 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
     plan = Plan(identity)
     notes = [passed_over(damage) for damage in selected.skipped] if selected else []
     position = plan.after(0)
-    if selected is not None:
+    if selected is None:
+        if rank == 0:
+            # A later refusal can then say what changed, whoever started the run.
+            datasets.keep(storage, dataset)
+    else:
         header = selected.manifest.header
         datasets.check_same(storage, header.plan, identity, dataset)
         position = header.position
@@ -220,9 +225,28 @@ def passed_over(damage: Damage) -> str:
 
 
 def build_model(task: Task, plan: Plan) -> torch.nn.Module:
-    """Return a task's model with the initial weights that the plan's seed gives, on the CPU."""
+    """Return a task's model with the initial weights that the plan's seed gives, on the CPU.
+
+    Raises:
+        TaskError: The task raised, or made something else.
+    """
     torch.manual_seed(plan.seed_for("model"))
-    return task.build_model()
+    try:
+        model: object = task.build_model()
+    except Exception as error:
+        raise TaskError(
+            f"build_model failed with {type(error).__name__}: {error}",
+            where=f"{type(task).__name__}.build_model",
+            remedy="build the model by hand to see where; it is given nothing but task.args",
+            details={"traceback": traceback.format_exc()},
+        ) from error
+    if not isinstance(model, torch.nn.Module):
+        raise TaskError(
+            f"build_model returned {type(model).__name__}, which is no torch.nn.Module",
+            where=f"{type(task).__name__}.build_model",
+            remedy="return the model",
+        )
+    return model
 
 
 def check_claim(claim: str, manifest: Manifest, ranks: int, facts: dict[str, str]) -> list[str]:
@@ -313,9 +337,10 @@ def _select(
         )
     if skipped:
         raise NoGeneration(
-            f"none of the {len(skipped)} published generations is whole: {skipped[0].what}",
+            f"none of the {len(skipped)} published generations is whole: "
+            f"{skipped[0].where}: {skipped[0].what}",
             where=storage.uri,
             remedy="`coherent-ray verify --all` lists the damage; restore the files from a copy",
-            details={"damages": [damage.what for damage in skipped]},
+            details={"damages": [f"{damage.where}: {damage.what}" for damage in skipped]},
         )
     return None, None

@@ -50,6 +50,11 @@ class Driver:
         self._placement: str | None = None
         self._last_notes: list[str] = []
 
+    def listen(self) -> None:
+        """Let SIGTERM and SIGINT ask for a stop. For the main thread."""
+        signal.signal(signal.SIGTERM, self.stop)
+        signal.signal(signal.SIGINT, self.stop)
+
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Ask the run to publish one more generation and end; a signal handler."""
         self._stop_asked.set()
@@ -67,6 +72,7 @@ class Driver:
             return
         set_environment(config.cluster)
         with connected(config.cluster) as address:
+            self.listen()  # again: Ray has just put a handler of its own there
             self._tell(Event("started", facts={"address": address, **_facts(before)}))
             try:
                 self._train(before)
@@ -199,8 +205,7 @@ def main() -> int:
         events.write(stream, event)
 
     driver = Driver(values, tell)
-    signal.signal(signal.SIGTERM, driver.stop)
-    signal.signal(signal.SIGINT, driver.stop)
+    driver.listen()
     try:
         driver.run()
     except CoherentRayError as error:
