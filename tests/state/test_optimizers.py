@@ -28,7 +28,7 @@ UPDATES = 4
 class Net(nn.Module):
     """Tied, frozen, unused, channels-last, bf16 and 1-D parameters; batch norm."""
 
-    def __init__(self):
+    def __init__(self, low=torch.bfloat16):
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
@@ -40,7 +40,7 @@ class Net(nn.Module):
         self.tied.weight = self.first.weight
         self.conv = nn.Conv2d(2, 3, 2)
         self.norm = nn.BatchNorm1d(8)
-        self.short = weight(8, 4, dtype=torch.bfloat16)
+        self.short = weight(8, 4, dtype=low)
         self.frozen = nn.Parameter(torch.ones(3), requires_grad=False)
         self.late = weight(4)
         for parameter in [
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
     def forward(self, x, late):
         y = self.norm(self.first(x) + self.tied(x))
-        z = (y.to(torch.bfloat16) @ self.short).float()
+        z = (y.to(self.short.dtype) @ self.short).float()
         if late:  # Before that it has no gradient, and so no optimizer state.
             z = z * self.late
         image = x[:, :4].reshape(-1, 1, 2, 2).expand(-1, 2, -1, -1)
@@ -62,8 +62,10 @@ class Net(nn.Module):
 
 
 class Job:
-    def __init__(self, make_optimizer, make_scheduler=None, scaled=False, late=2):
-        self.model = Net()
+    def __init__(
+        self, make_optimizer, make_scheduler=None, scaled=False, late=2, low=torch.bfloat16
+    ):
+        self.model = Net(low)
         self.late = late
         groups = [
             {"params": [p for n, p in self.model.named_parameters() if "weight" in n]},
@@ -163,9 +165,12 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_goes_on_bit_for_bit(name):
-    # torch's fused SGD cannot have a parameter whose momentum begins later than the others'.
-    late = 0 if name == "sgd-momentum-fused" else 2
-    assert_resumes(lambda: Job(OPTIMIZERS[name], late=late))
+    if name == "sgd-momentum-fused":
+        # torch 2.13 cannot have a parameter whose momentum begins later than the others', and reads
+        # memory that nobody wrote where a parameter is bf16: not even two straight runs agree.
+        assert_resumes(lambda: Job(OPTIMIZERS[name], late=0, low=torch.float32))
+    else:
+        assert_resumes(lambda: Job(OPTIMIZERS[name]))
 
 
 def nested(optimizer):
