@@ -1,0 +1,32 @@
+"""What tests of the training layer share."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from small_run import config_for, train, working
+
+
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """Let this process be a worker for one test."""
+    with working():
+        yield
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with data and a run of four updates, two generations; tests work on copies."""
+    folder = tmp_path_factory.mktemp("trained")
+    config = config_for(folder, training__updates=4)
+    assert train(config).generations == ["g1-a1", "g2-a1"]
+    return folder
+
+
+@pytest.fixture
+def folder(trained: Path, tmp_path: Path) -> Path:
+    """A copy of the run, and of its data, that a test may damage."""
+    return shutil.copytree(trained, tmp_path / "copy")
