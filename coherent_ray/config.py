@@ -251,6 +251,8 @@ class Cluster(Section):
     """Seconds until a worker that has not been admitted is named and given up."""
     collective_timeout_s: Seconds = 600.0
     """Seconds until a collective that does not end is given up."""
+    reconnect_timeout_s: Seconds = 600.0
+    """Seconds that a cluster which was lost has to come back; for cluster.address only."""
     health_check_interval_s: Annotated[float, Field(ge=0.05, le=3600)] = 0.2
     """Seconds between Ray's looks at the workers: decides how fast a death is seen."""
 

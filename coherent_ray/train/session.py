@@ -15,18 +15,30 @@ Ray Train is told the last metrics and the last generation, so every rank must c
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
+import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+import coherent_ray
 from coherent_ray.config import Config
-from coherent_ray.data.loader import Loader
-from coherent_ray.errors import ConfigError, PeerLost, StateMismatch, TrainingFailed
+from coherent_ray.data.loader import LoadedUpdate, Loader
+from coherent_ray.errors import (
+    CoherentRayError,
+    ConfigError,
+    PeerLost,
+    StateMismatch,
+    TrainingFailed,
+)
 from coherent_ray.state.capture import State, capture, check_spec, restore, state_spec
 from coherent_ray.train import agreement, datasets, hooks
 from coherent_ray.train.admit import Admitted, current
@@ -41,6 +53,11 @@ from coherent_ray.train.saving import Saver
 from coherent_ray.train.update import Update
 
 Collate = Callable[..., Any]
+
+#: Where lines of code lie that say nothing to a user about an error of his.
+_NOT_THE_USERS = tuple(
+    f"{Path(str(module.__file__)).parent}{os.sep}" for module in (coherent_ray, torch, np)
+)
 
 
 def session(config: Config | None = None, *, collate: Collate | None = None) -> Session:
@@ -142,12 +159,12 @@ class Session:
         """Yield the updates that are left, in order; each must be stepped before the next.
 
         Raises:
+            ConfigError: `track` was not called.
+            TrainingFailed: An update was not stepped, or its data could not be read.
             SaveFailed: More saves in a row failed than the configuration allows.
         """
-        first, last = self.position.update + 1, self.updates_total
-        if first > last:
-            return
-        for loaded in self.loader.updates(first, last):
+        assert self.model is not None
+        for loaded in self._loaded():
             self._update = Update(self, loaded)
             yield self._update
             if not self._update.stepped:
@@ -224,14 +241,30 @@ class Session:
         if error is None:
             report_outcome(self)
 
+    def _loaded(self) -> Iterator[LoadedUpdate]:
+        """Yield what the loader reads. Where it fails, the other ranks wait in that update."""
+        number, last = self.position.update + 1, self.updates_total
+        if number > last:
+            return
+        try:
+            for loaded in self.loader.updates(number, last):
+                yield loaded
+                number += 1
+        except Exception as error:
+            self._abort(number, error)
+            raise
+
     def _vote_failed(self, error: Exception) -> None:
         """Let the other ranks know that this one fails, unless they fail or know already."""
         update = self._update
         if update is None or update.voted or isinstance(error, PeerLost):
             return
-        reason = f"{type(error).__name__}: {error}"
+        self._abort(update.number, error)
+
+    def _abort(self, number: int, error: Exception) -> None:
         try:
-            self.reducer.abort(reason)
+            self.reducer.begin(number)
+            self.reducer.abort(in_words(error))
         except PeerLost:
             return
         except TrainingFailed as failed:
@@ -249,6 +282,18 @@ class Session:
         check_spec(header.layout, state_spec(self.model))
         restore(state, header.values, self.model, self.optimizer, self.scheduler, self.scaler)
         admitted.state = None  # its memory is needed for training
+
+
+def in_words(error: Exception) -> str:
+    """Return an exception's type, text and notes, and the user's own line that it came from."""
+    words = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    if isinstance(error, CoherentRayError):
+        return words
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    if not own:
+        return words
+    return f"{words} (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})"
 
 
 def total_updates(config: Config, updates_per_epoch: int) -> int:

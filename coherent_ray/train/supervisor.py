@@ -22,7 +22,7 @@ from types import FrameType
 from typing import Any
 
 from coherent_ray.config import Config
-from coherent_ray.errors import CoherentRayError, Interrupted, TrainingFailed
+from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
 from coherent_ray.train import events
 from coherent_ray.train.events import Event
 
@@ -30,6 +30,10 @@ OnEvent = Callable[[Event], None]
 
 #: Exit status by which a driver asks for another one.
 RESTART = 75
+#: Drivers in a row that may end without one update.
+BARREN_LIVES = 3
+#: Seconds between two drivers at most.
+LONGEST_PAUSE_S = 10.0
 #: Linux: the signal that a process gets when its parent dies.
 _PR_SET_PDEATHSIG = 1
 
@@ -75,6 +79,10 @@ class Supervisor:
         self._verbose = verbose
         self._child: subprocess.Popen[str] | None = None
         self._signals = 0
+        self._restarts = 0
+        self._barren = 0
+        self._seen_cluster = False
+        self._alive_at = time.monotonic()
         self._log = Path(tempfile.mkdtemp(prefix="coherent-ray-")) / "driver.log"
 
     def run(self) -> Outcome:
@@ -92,32 +100,51 @@ class Supervisor:
             self._end_child()
 
     def _run(self) -> Outcome:
-        restarts = 0
-        barren = 0
         while True:
             life = self._one_life()
-            if life.error is not None:
-                raise life.error
             if life.finished is not None:
                 facts = life.finished.facts
-                return Outcome(bool(facts["stopped"]), facts, restarts, self._log)
+                return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log)
+            if life.error is not None and not self._may_return(life.error):
+                raise life.error
             if self._signals:
                 raise Interrupted(
                     "stopped before a generation could be published",
                     remedy="run the same command to resume at the latest generation",
                 )
-            restarts += 1
-            barren = 0 if life.progressed else barren + 1
-            allowed = min(3, self._config.cluster.max_failures) if barren else 10**9
-            if barren > allowed >= 0:
-                raise TrainingFailed(
-                    f"the driver process died {barren} times without one update "
-                    f"({_status(life.status)})",
-                    where=str(self._log),
-                    remedy="the log named here has its last words",
-                )
-            self._on_event(Event("restarting", f"the driver died ({_status(life.status)})"))
-            time.sleep(min(2.0**barren, 10.0))
+            self._restarts += 1
+            reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
+            self._require_patience(life, reason)
+            self._on_event(Event("restarting", reason))
+            time.sleep(min(2.0**self._barren, LONGEST_PAUSE_S))
+
+    def _may_return(self, error: CoherentRayError) -> bool:
+        """Whether what failed is a cluster that was there before, and may come back."""
+        return self._seen_cluster and isinstance(error, ClusterError)
+
+    def _require_patience(self, life: _Life, reason: str) -> None:
+        """Count lives that led to nothing, and give up after some.
+
+        A cluster that was there before gets time to come back; a local one does not go away, so
+        what kills its driver again and again is something else.
+        """
+        now = time.monotonic()
+        if life.progressed:
+            self._barren = 0
+            self._alive_at = now
+            return
+        self._barren += 1
+        cluster = self._config.cluster
+        if cluster.address is not None and self._seen_cluster:
+            if now - self._alive_at < cluster.reconnect_timeout_s:
+                return
+        elif self._barren <= BARREN_LIVES:
+            return
+        raise TrainingFailed(
+            f"{self._barren} drivers in a row ended without one update; the last one: {reason}",
+            where=str(self._log),
+            remedy="the log named here has their last words; run again to resume",
+        )
 
     def _one_life(self) -> _Life:
         """Start a driver, pass on what it says, and return when it has ended."""
@@ -152,6 +179,10 @@ class Supervisor:
                 life.finished = event
             case "error":
                 life.error = events.to_error(event)
+            case "started":
+                self._seen_cluster = True
+                self._alive_at = time.monotonic()
+                self._on_event(event)
             case "progress":
                 update = event.facts.get("progress", {}).get("update")
                 if update is not None:

@@ -46,6 +46,8 @@ class Update:
         self._losses: dict[int, list[Tensor]] = {}
         self._counts: dict[int, int] = {}
         self._lane: int | None = None
+        self._begun = False
+        self._walked = False
         self.number: int = loaded.plan.update
         """From 1."""
         self.epoch: int = loaded.plan.epoch
@@ -64,8 +66,17 @@ class Update:
         """Yield the microbatches of the lanes that this rank carries, in order.
 
         Forward passes run under the configured autocast precision, with keyed random state.
+
+        Raises:
+            TaskError: They were taken before.
         """
         session = self._session
+        if self._begun:
+            raise TaskError(
+                f"the microbatches of update {self.number} were taken before",
+                remedy="loop over update.microbatches() once, then call update.step()",
+            )
+        self._begun = True
         session.reducer.begin(self.number)
         session.buffers.begin()
         for lane in self._loaded.lanes:
@@ -82,6 +93,7 @@ class Update:
             session.buffers.lane_end(lane.lane)
             session.reducer.lane_done(lane.lane)
             self._lane = None
+        self._walked = True
 
     def backward(self, loss_sum: Tensor, count: int) -> None:
         """Add a microbatch's gradient to its lane's.
@@ -110,10 +122,12 @@ class Update:
         """Reduce over all lanes, step optimizer and scheduler, write the receipt, save when due.
 
         Raises:
+            TaskError: Not all microbatches were taken, or it was stepped before.
             TrainingFailed: A rank failed in this update, or nothing was accepted in it.
             PeerLost: Another rank is gone.
         """
         session = self._session
+        self._require_walked()
         wishes = session.wishes()
         reduced: Reduced = self._reduce(wishes)
         if reduced.count == 0:
@@ -139,6 +153,20 @@ class Update:
             skipped=skipped,
         )
         session.advance(self, reduced.wishes)
+
+    def _require_walked(self) -> None:
+        """Refuse to drop, in silence, what microbatches that were left out would have added."""
+        if self.stepped:
+            raise TaskError(
+                f"update {self.number} was stepped before",
+                remedy="call update.step() once, at the end of every update",
+            )
+        if not self._walked:
+            raise TaskError(
+                f"update {self.number} was stepped before all of its microbatches were taken",
+                remedy="let the loop over update.microbatches() end by itself, then call "
+                "update.step()",
+            )
 
     def _reduce(self, wishes: int) -> Reduced:
         losses = {lane: _total(parts) for lane, parts in self._losses.items()}
@@ -208,8 +236,12 @@ def _checked(loss_sum: Tensor, count: int) -> int:
             f"the loss must be a scalar tensor with a gradient, not {_described(loss_sum)}",
             remedy="return (loss.sum(), count) from the task's loss",
         )
-    number = int(count)
-    if number != count or number < 0:
+    try:
+        number = int(count)
+        whole = bool(number == count) and number >= 0
+    except (TypeError, ValueError, OverflowError):
+        whole = False
+    if not whole:
         raise TaskError(
             f"the count of examples or tokens must be a whole number, not {count!r}",
             remedy="return how many examples or tokens the loss is summed over",
