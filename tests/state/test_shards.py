@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+import time
 
 import pytest
 import safetensors
@@ -259,6 +260,26 @@ def test_a_storage_that_fails_says_so_and_leaves_no_thread():
     with pytest.raises(StorageError, match="no space left"):
         shard_of(Full(), large_state())
     assert threading.active_count() == threads
+
+
+def test_hashing_stops_when_writing_has_failed(monkeypatch):
+    hashed = []
+
+    class Slow:
+        def update(self, data):
+            hashed.append(len(data))
+            time.sleep(0.02)
+
+        def hexdigest(self):
+            return "0" * 32
+
+    def fail(point):
+        raise StorageError(point)
+
+    monkeypatch.setattr("coherent_ray.state.shards.new_hasher", lambda algorithm: Slow())
+    with pytest.raises(StorageError, match="shard:begun"):
+        shard_of(MemoryStorage(), {"w": torch.ones(100_000)}, fail)
+    assert len(hashed) < 50, "of 99 blocks"
 
 
 # --- damage ---------------------------------------------------------------------------------------
