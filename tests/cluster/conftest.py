@@ -103,6 +103,8 @@ def reference(
     from ray.train.torch import TorchTrainer
 
     import coherent_ray
+    from coherent_ray.train import coordinators
+    from coherent_ray.train.identity import run_id_of
 
     path = tmp_path_factory.mktemp("reference") / "run.yaml"
     path.write_text(yaml.safe_dump(tiny.values(Path("reference"), tiny_data, task=None)))
@@ -129,4 +131,5 @@ def reference(
             scaling_config=ScalingConfig(num_workers=2),
             run_config=coherent_ray.run_config(config),
         ).fit()
+        coordinators.stop(run_id_of(config))
         return OwnRun(config.resolved(), result)
