@@ -8,8 +8,10 @@ finds out, judges. Nothing here is a double of what decides.
 from __future__ import annotations
 
 import asyncio
+import itertools
+import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -42,6 +44,7 @@ from coherent_ray.train.receipts import Receipt, history
 
 CPU = torch.device("cpu")
 EXAMPLES = 21
+_TOKENS = itertools.count()
 WIDTH = 4
 
 
@@ -120,13 +123,11 @@ class Coordinator:
         self._thread.start()
         self.service = Service(run_id, open_root, **options)
         self.reports: list[dict[str, Any]] = []
-        self.wish = 0
-        self.tokens = 0
+        self.wishes: list[int] = []
+        """What the next updates are answered, one each; then nothing is wished."""
 
     def open_attempt(self) -> int:
-        self.tokens += 1
-        token = f"token-{self.tokens}-{id(self)}"
-        return self.call(self.service.open_attempt(token))
+        return self.call(self.service.open_attempt(f"token-{next(_TOKENS)}"))
 
     def line(self, run_id: str, attempt: int, rank: int) -> Line:
         """Stand in for `coherent_ray.train.coordination.Line`."""
@@ -162,8 +163,8 @@ class Line:
         self.coordinator.reports.append(progress)
 
     def take_wish(self) -> int:
-        wish, self.coordinator.wish = self.coordinator.wish, 0
-        return wish
+        wishes = self.coordinator.wishes
+        return wishes.pop(0) if wishes else 0
 
 
 @contextmanager
@@ -221,13 +222,18 @@ def refused(config: Config, kind: type[CoherentRayError], ranks: int = 1) -> Coh
 
 @contextmanager
 def working() -> Iterator[None]:
-    """Let this process be a worker: what admission and training set is put back afterwards."""
+    """Let this process be a worker: what admission and training set is put back afterwards.
+
+    Nothing is synced to the device meanwhile: no test here cuts the power, and disks are slow.
+    """
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     state = torch.random.get_rng_state()
     admitted, hook = admit_._admitted, hooks.installed()
     try:
-        yield
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "fsync", lambda file: None)
+            yield
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
@@ -245,9 +251,15 @@ def run_loop(config: Config, coordinator: Coordinator) -> None:
         loop.train(config.model_dump(mode="json"))
 
 
-def train(config: Config) -> Left:
-    """Admit this process and train to the configured end, as one driver's life would."""
+def train(config: Config, wishes: Sequence[int] = ()) -> Left:
+    """Admit this process and train to the configured end, as one driver's life would.
+
+    Args:
+        config: The run.
+        wishes: What the first updates are answered; see `WISH_SAVE` and `WISH_STOP`.
+    """
     with working(), coordinating(config) as coordinator:
+        coordinator.wishes = list(wishes)
         admit(config, coordinator)
         run_loop(config, coordinator)
     return Left(config)
