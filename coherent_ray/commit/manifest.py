@@ -178,6 +178,8 @@ class GenerationHeader:
     """State that is no tensor, as JSON."""
     environment: dict[str, str]
     """The environment fingerprint, fact by fact."""
+    recipe: dict[str, str]
+    """Settings that decide what an update does, by dotted key, each as canonical JSON."""
     receipt_tip: Digest
     """Digest of the last receipt, or of the run's identity where there is none yet."""
     receipts: ReceiptSegment | None

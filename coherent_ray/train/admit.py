@@ -40,6 +40,7 @@ from coherent_ray.storage.base import Storage
 from coherent_ray.train import datasets, environment
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.receipts import first_link
+from coherent_ray.train.recipe import differences, recipe_of
 from coherent_ray.train.task import Task, load_task
 
 
@@ -191,7 +192,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         header = selected.manifest.header
         datasets.check_same(storage, header.plan, identity, dataset)
         position = header.position
-        notes += check_claim(config.run.claim, selected.manifest, ranks, facts)
+        notes += check_claim(config, selected.manifest, ranks, facts)
     task = load_task(config.task.factory, config.task.args) if config.task else None
     model = build_model(task, plan) if task is not None else None
     if selected is not None and model is not None:
@@ -249,7 +250,7 @@ def build_model(task: Task, plan: Plan) -> torch.nn.Module:
     return model
 
 
-def check_claim(claim: str, manifest: Manifest, ranks: int, facts: dict[str, str]) -> list[str]:
+def check_claim(config: Config, manifest: Manifest, ranks: int, facts: dict[str, str]) -> list[str]:
     """Check that a resume keeps what the run claims.
 
     Returns:
@@ -258,7 +259,7 @@ def check_claim(claim: str, manifest: Manifest, ranks: int, facts: dict[str, str
     Raises:
         ClaimRefused: The claim would be broken; says by what.
     """
-    header = manifest.header
+    header, claim = manifest.header, config.run.claim
     if _STRENGTH[claim] > _STRENGTH[header.claim]:
         raise ClaimRefused(
             f"run.claim is {claim}, but the history was made under {header.claim}: less was "
@@ -266,7 +267,16 @@ def check_claim(claim: str, manifest: Manifest, ranks: int, facts: dict[str, str
             where="run.claim",
             remedy=f"set run.claim: {header.claim}, or start a new run",
         )
-    changed = environment.differences(header.environment, facts)
+    other = differences(header.recipe, recipe_of(config))
+    if other and claim != "statistical":
+        raise ClaimRefused(
+            f"the job changed, and run.claim is {claim}: {'; '.join(other)}",
+            where=other[0].partition(":")[0],
+            remedy="set this back; or go on with run.claim: statistical, under which updates may "
+            "differ; or start a new run under another run.root",
+            details={"changes": other},
+        )
+    changed = differences(header.environment, facts)
     if header.ranks != ranks and claim == "exact":
         raise ClaimRefused(
             f"the rank count changed from {header.ranks} to {ranks}, and run.claim is exact",
@@ -282,7 +292,8 @@ def check_claim(claim: str, manifest: Manifest, ranks: int, facts: dict[str, str
             "with run.claim: statistical",
             details={"changes": changed},
         )
-    notes = [f"environment changed: {line}" for line in changed]
+    notes = [f"the job changed: {line}" for line in other]
+    notes += [f"environment changed: {line}" for line in changed]
     if header.ranks != ranks:
         notes.append(f"rank count changed from {header.ranks} to {ranks}")
     return notes

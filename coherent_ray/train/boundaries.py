@@ -16,6 +16,7 @@ from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.train.admit import Admitted
 from coherent_ray.train.receipts import ReceiptChain
+from coherent_ray.train.recipe import recipe_of
 from coherent_ray.train.saving import Boundary, Saved, Saver
 
 
@@ -103,6 +104,7 @@ class Boundaries:
             # Through JSON and back: a later change of a live value must not reach this header.
             values=canonical.load(canonical.dump(state.values)),
             environment=admitted.environment,
+            recipe=recipe_of(admitted.config),
             receipt_tip=self._chain.tip,
             receipts=segment.record if segment else None,
         )

@@ -49,16 +49,6 @@ def fingerprint(device: torch.device) -> dict[str, str]:
     return facts
 
 
-def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return one line for each fact that differs, ``name: stored -> now``."""
-    names = sorted(stored.keys() | now.keys())
-    return [
-        f"{name}: {stored.get(name, 'absent')} -> {now.get(name, 'absent')}"
-        for name in names
-        if stored.get(name) != now.get(name)
-    ]
-
-
 def prepare(device: torch.device, *, threads: int, deterministic: bool) -> None:
     """Fix what the fingerprint tells: thread count and deterministic mode.
 

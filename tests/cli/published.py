@@ -108,6 +108,7 @@ class Published:
             layout=LAYOUT,
             values={},
             environment={"torch": "2.13.0", "threads": "1"},
+            recipe={},
             receipt_tip=self.chain.tip,
             receipts=receipts,
         )

@@ -73,6 +73,7 @@ class Ranks:
             layout=LAYOUT,
             values={"scheduler": {"last_lr": [0.1, 1e-300]}},
             environment={"torch": "2.13.0"},
+            recipe={},
             receipt_tip=digest_of(b"tip"),
             receipts=receipts,
         )

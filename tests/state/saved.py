@@ -106,6 +106,7 @@ def header_for(layout: StateLayout, ranks: int, values: dict | None = None) -> G
         layout=layout,
         values=values or {},
         environment={},
+        recipe={},
         receipt_tip=DIGEST,
         receipts=None,
     )

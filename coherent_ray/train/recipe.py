@@ -1,0 +1,41 @@
+"""The recipe: the settings that decide what an update does, beside the data and the environment.
+
+A learning-rate schedule depends on the length of the run, an update on optimizer and task.
+Another recipe is another job, so it goes into every generation, and admission compares it.
+How often a run saves, on how many workers and where, is not part of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coherent_ray import canonical
+from coherent_ray.config import Config
+
+#: Settings of ``training`` that the environment fingerprint covers.
+_ELSEWHERE = {"threads", "device"}
+
+
+def recipe_of(config: Config) -> dict[str, str]:
+    """Return the settings by dotted key, each value as canonical JSON."""
+    values = config.model_dump(mode="json", include={"task", "training", "optimizer"})
+    values["training"] = {k: v for k, v in values["training"].items() if k not in _ELSEWHERE}
+    return dict(sorted(_flat("", values).items()))
+
+
+def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
+    """Return one line for each setting that differs, ``key: stored -> now``."""
+    return [
+        f"{key}: {stored.get(key, 'absent')} -> {now.get(key, 'absent')}"
+        for key in sorted(stored.keys() | now.keys())
+        if stored.get(key) != now.get(key)
+    ]
+
+
+def _flat(prefix: str, value: Any) -> dict[str, str]:
+    if not isinstance(value, dict):
+        return {prefix: canonical.dump(value).decode()}
+    found: dict[str, str] = {}
+    for key, inner in value.items():
+        found |= _flat(f"{prefix}.{key}" if prefix else str(key), inner)
+    return found
