@@ -1,0 +1,91 @@
+"""Writes figures from the benchmarks' JSON into the documents, between markers.
+
+A figure is never typed in. ``python benchmarks/render.py`` rewrites the marked places, and
+``--check`` (a test runs it) says whether they are current.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+PROJECT = Path(__file__).resolve().parent.parent
+RESULTS = PROJECT / "benchmarks" / "results"
+DOCUMENTS = ("README.md", "docs/claims.md")
+MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def replay(result: dict[str, Any]) -> str:
+    """Return the replay campaign as a table: a row for each job and rank count."""
+    lines = [
+        "| job | workers | killed by SIGKILL or ray.kill | attempts | receipts, final state |",
+        "|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        kills = run["kills"]
+        workers, coordinators = kills.count("worker"), kills.count("coordinator")
+        killed = f"{workers} workers, {coordinators} coordinator" if kills else "nothing"
+        digests = f"`{_short(run['receipts'])}` `{_short(run['state'])}`"
+        lines.append(
+            f"| {run['job']} | {run['workers']} | {killed} | {run['attempts']} | {digests} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def reduction(result: dict[str, Any]) -> str:
+    """Return the reduction benchmark as a table: step time against DistributedDataParallel."""
+    lines = [
+        "| model | workers | lanes | step time, DDP = 1 (median of pairs) | bytes sent, ring = 1 |",
+        "|---|---|---|---|---|",
+    ]
+    for scene in result["scenes"]:
+        sent = scene["rank0_sent_bytes_per_update"] / scene["ring_bytes_per_update"]
+        lines.append(
+            f"| {scene['model']} | {scene['ranks']} | {scene['lanes']} | "
+            f"{scene['ratio_median']:.2f} | {sent:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+FIGURES = {"replay": replay, "reduction": reduction}
+
+
+def rendered(text: str) -> str:
+    """Return a document with every marked place filled from the JSON."""
+
+    def fill(match: re.Match[str]) -> str:
+        name = match[2]
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        return f"{match[1]}{FIGURES[name](result)}{match[3]}"
+
+    return MARKED.sub(fill, text)
+
+
+def main() -> int:
+    """Rewrite the documents, or check them."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="change nothing; 1: not current")
+    check = parser.parse_args().check
+    stale = []
+    for name in DOCUMENTS:
+        path = PROJECT / name
+        before = path.read_text()
+        after = rendered(before)
+        if before != after:
+            stale.append(name)
+            if not check:
+                path.write_text(after)
+    print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
+    return int(check and bool(stale))
+
+
+def _short(digest: str) -> str:
+    return digest.partition(":")[2][:8]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
