@@ -229,7 +229,6 @@ def working() -> Iterator[None]:
     threads, benchmark = torch.get_num_threads(), torch.backends.cudnn.benchmark
     deterministic = torch.are_deterministic_algorithms_enabled()
     state = torch.random.get_rng_state()
-    admitted, hook = admit_._admitted, hooks.installed()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(os, "fsync", lambda file: None)
@@ -239,8 +238,8 @@ def working() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic)
         torch.backends.cudnn.benchmark = benchmark
         torch.random.set_rng_state(state)
-        admit_._admitted = admitted
-        hooks.install(hook)
+        admit_._admitted = None
+        hooks.install(None)
 
 
 def run_loop(config: Config, coordinator: Coordinator) -> None:
