@@ -18,9 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.train import UserCallback, WorkerGroupError
 from ray.train.torch import TorchConfig
 from ray.train.torch.config import _TorchBackend
+from ray.train.v2._internal.exceptions import RayTrainError
 
 from coherent_ray import config as config_
 from coherent_ray.commit.fates import name_ranks
@@ -89,6 +91,7 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
         ack_timeout_s=config.checkpoint.ack_timeout_s,
         read_back=config.checkpoint.verify == "read_back",
     )
+    # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)
     attempt = coordinators.answer(coordinator.open_attempt.remote(token))
     request = Request(backend_config.run, backend_config.code_path, run_id, attempt)
@@ -146,21 +149,22 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
             raise_if_fatal(rank, worker_exceptions[rank])
 
 
-def raise_if_fatal(rank: int, error: Exception) -> None:
+def raise_if_fatal(rank: int, error: BaseException) -> None:
     """Raise what a rank raised, unless a restart may cure it.
 
     Args:
         rank: The rank.
-        error: As Ray Train reports it: a worker's own exception is wrapped.
+        error: As Ray Train reports it: the worker's own exception, or Ray's word for its death.
     """
-    own = getattr(error, "_base_exc", None)
-    if own is None or isinstance(own, PeerLost | AdmissionTimeout):
+    # Ray takes a worker's own exception out of this wrapper before it calls back; in case it stops:
+    own = getattr(error, "_base_exc", error)
+    if isinstance(own, RayError | RayTrainError | PeerLost | AdmissionTimeout):
         return
     if isinstance(own, CoherentRayError):
         raise own
+    notes = "".join(f" ({note})" for note in getattr(own, "__notes__", []))
     raise TrainingFailed(
-        f"rank {rank}: {type(own).__name__}: {own}",
+        f"rank {rank}: {type(own).__name__}: {own}{notes}",
         where=f"rank {rank}",
-        remedy="the traceback is below; the run resumes at its last generation once this is mended",
-        details={"traceback": str(error)},
+        remedy="mend what is named here, and run again: the run resumes at its latest generation",
     )

@@ -236,6 +236,9 @@ class Session:
         try:
             if isinstance(error, Exception):
                 self._vote_failed(error)
+                # It stays what it is. Its traceback does not cross processes; a note does.
+                if place := own_line(error):
+                    error.add_note(place)
         finally:
             self.boundaries.close(wait=error is None)
         if error is None:
@@ -287,13 +290,17 @@ class Session:
 def in_words(error: Exception) -> str:
     """Return an exception's type, text and notes, and the user's own line that it came from."""
     words = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
+    place = own_line(error)
+    return f"{words} ({place})" if place else words
+
+
+def own_line(error: Exception) -> str:
+    """Return the user's own line that a foreign exception came from; empty: there is none."""
     if isinstance(error, CoherentRayError):
-        return words
+        return ""
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    if not own:
-        return words
-    return f"{words} (in {own[-1].name}, {own[-1].filename}:{own[-1].lineno})"
+    return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def total_updates(config: Config, updates_per_epoch: int) -> int:
