@@ -1,0 +1,236 @@
+"""Guards for what this project takes from inside Ray: each says what moved, and who needs it.
+
+Ray promises none of these names. When a new version moves one, a test here must fail first, before
+a run leaks its placement group or retries a refusal for ever.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import probes
+import pytest
+import ray
+from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+from ray.util import placement_group_table
+from ray.util.placement_group import PlacementGroup, remove_placement_group
+
+from coherent_ray.drill.strikes import CLASSES
+from coherent_ray.errors import AdmissionTimeout, ClusterError
+from coherent_ray.train import backend, coordinators, trainer
+
+pytestmark = pytest.mark.usefixtures("ray_cluster")
+
+
+def moved(what: str, needed_by: str) -> str:
+    return f"Ray {ray.__version__} moved {what}; coherent_ray/{needed_by} needs it"
+
+
+# --- a live run -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Probed:
+    starts: list[dict[str, Any]]
+    exceptions: list[dict[str, Any]]
+    error: BaseException
+    folder: Path
+
+
+@pytest.fixture(scope="module")
+def probed(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Probed]:
+    """One worker, three starts, no torch."""
+    folder = tmp_path_factory.mktemp("probe")
+    record = str(folder / "record")
+    with pytest.raises(ray.train.TrainingFailedError) as caught:
+        DataParallelTrainer(
+            probes.fail,
+            backend_config=probes.ProbeConfig(record=record),
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=RunConfig(
+                name="run",
+                storage_path=str(folder),
+                failure_config=FailureConfig(max_failures=2),
+                callbacks=[probes.ProbeCallback(record)],
+            ),
+        ).fit()
+    starts = probes.noted(record, "start")
+    yield Probed(starts, probes.noted(record, "exception"), caught.value, folder)
+    for start in starts:
+        if probes.is_held(start["placement_group"]):
+            group = ray.PlacementGroupID.from_hex(start["placement_group"])
+            remove_placement_group(PlacementGroup(group))
+
+
+def test_the_worker_group_s_private_parts(probed: Probed) -> None:
+    for start in probed.starts:
+        assert start["missing"] == [], moved(
+            f"{start['missing']} of a worker group", "train/backend.py, release"
+        )
+
+
+def test_on_start_runs_functions_with_their_rank(probed: Probed) -> None:
+    assert [start["ranks"] for start in probed.starts] == [[0]] * 3, moved(
+        "worker_group.execute_async", "train/backend.py, the admission"
+    )
+
+
+def test_every_attempt_has_its_own_id(probed: Probed) -> None:
+    first, again, restarted = (start["attempt"] for start in probed.starts)
+    assert restarted != again, moved("run_attempt_id", "train/backend.py, the attempt's token")
+    assert first == again, "a start that failed is no longer tried again under the same id"
+
+
+def test_a_worker_group_error_in_on_start_is_retried(probed: Probed) -> None:
+    assert len(probed.starts) == 3, moved(
+        "the retry of WorkerGroupError", "train/backend.py, a rank that is late"
+    )
+
+
+def test_the_placement_group_of_a_failed_start_is_still_leaked(probed: Probed) -> None:
+    first, *others = (start["placement_group"] for start in probed.starts)
+    held = [start["held"] for start in probed.starts]
+    assert held == [[], [first], [first]], (
+        f"Ray {ray.__version__} gives back the placement group of a failed on_start: good, "
+        "train/backend.py need not release it any more"
+    )
+    assert not any(map(probes.is_held, others)), "groups that ran were not given back either"
+
+
+def test_a_callback_gets_a_worker_s_own_exception(probed: Probed) -> None:
+    expected = {"error": 'LookupError("the function\'s own error")', "notes": ["with a note"]}
+    assert probed.exceptions == [expected] * 2, moved(
+        "what UserCallback.after_exception gets", "train/backend.py, raise_if_fatal"
+    )
+
+
+def test_what_a_callback_raises_ends_fit_at_once(probed: Probed) -> None:
+    where = moved("errors of UserCallback.after_exception", "train/backend.py, FatalErrors")
+    assert isinstance(probed.error, ControllerError), where
+    failure = probed.error.controller_failure
+    assert isinstance(failure, ClusterError), where
+    assert (failure.what, failure.details) == ("the callback's own error", {"rank": 0})
+
+
+def test_a_checkpoint_is_taken_where_it_lies(probed: Probed) -> None:
+    where = moved("CheckpointUploadMode.NO_UPLOAD", "train/outcome.py")
+    place = probed.folder / "run" / "generations" / "g1-a1"
+    assert (place / "file").read_text() == "bytes", where
+    assert list(probed.folder.rglob("file")) == [place / "file"], where
+
+
+def test_ray_s_own_bookkeeping_has_the_name_that_is_removed(probed: Probed) -> None:
+    snapshot = probed.folder / "run" / trainer.RAY_SNAPSHOT
+    assert snapshot.is_file(), moved(trainer.RAY_SNAPSHOT, "train/trainer.py, run_config")
+
+
+def test_placement_groups_are_found_by_their_hex_id(probed: Probed) -> None:
+    known = set(placement_group_table())
+    assert {start["placement_group"] for start in probed.starts} <= known, moved(
+        "PlacementGroupID.hex", "train/driver.py, _free_placement"
+    )
+
+
+# --- names and signatures -------------------------------------------------------------------------
+
+
+def test_ray_s_own_words_for_a_death_share_a_base() -> None:
+    from ray.train.v2._internal import exceptions
+
+    for name in ("WorkerHealthCheckTimeoutError", "WorkerHealthCheckFailedError"):
+        assert issubclass(getattr(exceptions, name), backend.RayTrainError), moved(
+            f"the base of {name}", "train/backend.py, raise_if_fatal"
+        )
+
+
+def test_the_torch_backend_is_extended_as_ray_calls_it() -> None:
+    own = list(inspect.signature(backend.AdmissionBackend.on_start).parameters)
+    rays = list(inspect.signature(backend._TorchBackend.on_start).parameters)
+    assert own == rays, moved("_TorchBackend.on_start", "train/backend.py, AdmissionBackend")
+
+
+def test_the_torch_config_has_the_fields_that_are_set() -> None:
+    rays = {f.name for f in fields(ray.train.torch.TorchConfig)}
+    assert "timeout_s" in rays, moved("TorchConfig.timeout_s", "train/backend.py, torch_config")
+    ours = {f.name for f in fields(backend.AdmissionConfig)} - rays
+    assert ours == {"run", "code_path"}, "a field of AdmissionConfig hides one of Ray's"
+
+
+def test_the_process_group_begins_in_on_start() -> None:
+    text = inspect.getsource(backend._TorchBackend.on_start)
+    assert "_setup_torch_process_group" in text, moved(
+        "init_process_group out of _TorchBackend.on_start", "train/backend.py: admission first"
+    )
+
+
+def test_the_callback_is_called_as_it_is_written() -> None:
+    own = list(inspect.signature(backend.FatalErrors.after_exception).parameters)
+    rays = list(inspect.signature(ray.train.UserCallback.after_exception).parameters)
+    assert own == rays, moved("UserCallback.after_exception", "train/backend.py, FatalErrors")
+
+
+def test_classes_have_the_names_by_which_drills_find_them() -> None:
+    from ray.train.v2._internal.execution.controller.controller import TrainController
+    from ray.train.v2._internal.execution.worker_group.worker import RayTrainWorker
+
+    names = {"worker": RayTrainWorker.__name__, "controller": TrainController.__name__}
+    assert names == CLASSES, moved("the names of its actors", "drill/strikes.py")
+
+
+@pytest.mark.parametrize(
+    "name", ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"]
+)
+def test_recovery_settings_still_reach_the_controller(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.train.v2._internal.constants import get_env_vars_to_propagate
+
+    monkeypatch.setenv(name, "0.5")
+    found = get_env_vars_to_propagate().get(name)
+    assert found == "0.5", moved(name, "train/trainer.py, set_environment")
+
+
+def test_workers_may_stay_in_the_driver_s_directory() -> None:
+    from ray.train.constants import RAY_CHDIR_TO_TRIAL_DIR
+
+    assert RAY_CHDIR_TO_TRIAL_DIR == "RAY_CHDIR_TO_TRIAL_DIR", moved(
+        "RAY_CHDIR_TO_TRIAL_DIR", "train/trainer.py, set_environment"
+    )
+
+
+def test_train_is_version_2() -> None:
+    assert issubclass(ray.train.torch.TorchTrainer, DataParallelTrainer), moved(
+        "TorchTrainer's base", "train/backend.py: all of it is written for Ray Train 2"
+    )
+
+
+def test_the_head_node_has_the_resource_that_pins_the_coordinator() -> None:
+    assert ray.cluster_resources().get(coordinators.HEAD_NODE) == 1.0, moved(
+        coordinators.HEAD_NODE, "train/coordinators.py"
+    )
+
+
+def test_a_placement_group_can_be_named_by_its_id() -> None:
+    from ray._raylet import PlacementGroupID
+
+    made = PlacementGroupID.from_hex("0" * (2 * PlacementGroupID.size()))
+    assert PlacementGroup(made).id == made, moved(
+        "PlacementGroupID.from_hex", "train/driver.py, _free_placement"
+    )
+
+
+def test_a_late_rank_becomes_an_error_that_ray_can_carry() -> None:
+    """As `_tickets` makes it: it must survive pickling, and name the rank."""
+    import cloudpickle
+
+    late = AdmissionTimeout("rank 1 did not answer", details={"missing": [1]})
+    made = WorkerGroupError(str(late), {1: late})
+    again = cloudpickle.loads(cloudpickle.dumps(made))
+    assert list(again.worker_failures) == [1]
+    assert isinstance(again.worker_failures[1], AdmissionTimeout)
+    assert "rank 1 did not answer" in str(again)
