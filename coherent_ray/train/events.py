@@ -37,12 +37,13 @@ def write(stream: IO[str], event: Event) -> None:
 
 
 def read(lines: Iterable[str]) -> Iterator[Event]:
-    """Yield the events of a stream; a torn last line is left out."""
+    """Yield the events of a stream; what is none, as a torn last line, is left out."""
     for line in lines:
         try:
-            yield Event(**json.loads(line))
-        except ValueError:
+            event = Event(**json.loads(line))
+        except (ValueError, TypeError):
             continue
+        yield event
 
 
 def from_error(error: CoherentRayError) -> Event:

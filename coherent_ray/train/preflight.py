@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
-from coherent_ray.errors import ConfigError
+from coherent_ray.errors import ConfigError, StorageError
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.base import Storage
 from coherent_ray.train import datasets
@@ -77,7 +77,12 @@ def probe(storage: Storage) -> None:
     Raises:
         StorageError: One of these failed.
     """
-    path = f"{PROBE}/{uuid.uuid4().hex}"
-    storage.create(path, b"coherent-ray")
-    storage.read(path)
+    path, data = f"{PROBE}/{uuid.uuid4().hex}", b"coherent-ray"
+    storage.create(path, data)
+    if storage.read(path) != data:
+        raise StorageError(
+            "the storage gave back other bytes than were written",
+            where=f"{storage.uri}/{path}",
+            remedy="look at this device, or choose another run.root",
+        )
     storage.delete(path)

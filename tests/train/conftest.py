@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from small_run import config_for, train, working
+from small_run import config_for, stop_at, train, working
 
 
 @pytest.fixture
@@ -19,10 +19,11 @@ def one_process() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with data and a run of four updates, two generations; tests work on copies."""
+    """A folder with data and a run that was stopped after four of its six updates, with two
+    generations; tests work on copies.
+    """
     folder = tmp_path_factory.mktemp("trained")
-    config = config_for(folder, training__updates=4)
-    assert train(config).generations == ["g1-a1", "g2-a1"]
+    assert train(config_for(folder), stop_at(4)).generations == ["g1-a1", "g2-a1"]
     return folder
 
 

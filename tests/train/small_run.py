@@ -39,6 +39,7 @@ from coherent_ray.train import admit as admit_
 from coherent_ray.train import hooks, loop
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Admitted, Request, find_out
+from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.receipts import Receipt, history
 
@@ -262,6 +263,11 @@ def train(config: Config, wishes: Sequence[int] = ()) -> Left:
         admit(config, coordinator)
         run_loop(config, coordinator)
     return Left(config)
+
+
+def stop_at(update: int) -> list[int]:
+    """Return the wishes that let a run stop after some updates of one life."""
+    return [0] * (update - 1) + [WISH_STOP | WISH_SAVE]
 
 
 # --- what a run left ------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from small_run import (
     refused,
     request_for,
     run_loop,
+    stop_at,
     ticket_of,
     train,
     working,
@@ -35,6 +36,7 @@ from coherent_ray.commit.log import CommitLog, RetireBody
 from coherent_ray.commit.manifest import DataPosition
 from coherent_ray.errors import (
     AdmissionRefused,
+    ClaimRefused,
     DataError,
     ManifestDamaged,
     NoGeneration,
@@ -85,7 +87,7 @@ def test_every_rank_builds_the_same_model_whatever_was_drawn_before(tmp_path: Pa
 
 
 def test_a_resume_brings_the_verified_state(folder: Path) -> None:
-    config = config_for(folder, training__updates=8)
+    config = config_for(folder)
     admitted = found(config)
     assert admitted.selected is not None
     assert admitted.selected.publish.name == "g2-a1"
@@ -167,8 +169,11 @@ def test_a_changed_plan_is_named_with_both_values(
 
 
 def test_a_changed_model_is_refused_by_its_first_tensor(folder: Path) -> None:
-    config = config_for(folder, task__args={"hidden": 6})
-    error = refused(config, StateMismatch)
+    """Where the claim allows another job, the shapes still decide."""
+    changes: dict[str, Any] = {"task__args": {"hidden": 6}}
+    error = refused(config_for(folder, **changes), ClaimRefused)
+    assert "the job changed" in error.what
+    error = refused(config_for(folder, run__claim="statistical", **changes), StateMismatch)
     assert "model/0.bias" in str(error)
     assert "[5]" in str(error)
     assert "[6]" in str(error)
@@ -205,8 +210,7 @@ def other_run(folder: Path, tmp_path: Path) -> Path:
     other = tmp_path / "other"
     other.mkdir()
     shutil.copy(folder / "data.parquet", other / "data.parquet")
-    config = config_for(other, run__run_id="other", data__seed=9, training__updates=4)
-    train(config)
+    train(config_for(other, run__run_id="other", data__seed=9), stop_at(4))
     return other / "run"
 
 
@@ -255,25 +259,25 @@ def test_a_root_without_a_log_is_refused(folder: Path) -> None:
 
 
 def test_a_rank_that_sees_a_later_generation_is_refused(folder: Path, tmp_path: Path) -> None:
-    """Two roots that were one: rank 1's has gone on by two generations under the same attempt."""
+    """Two roots that were one: rank 1's has gone on by a generation under the same attempt."""
     config = config_for(folder)
     attempt = open_attempt(config).attempt
     later = shutil.copytree(folder, tmp_path / "later")
-    ahead = config_for(later, training__updates=8)
+    ahead = config_for(later)
     request = request_for(ahead, attempt)
     with working(), coordinating(ahead) as coordinator:
         assert ticket_of(request).refusal is None
         run_loop(ahead, coordinator)
-    assert Left(ahead).generations[-1] == "g4-a2"
+    assert Left(ahead).generations[-1] == "g3-a2"
 
     tickets = [
         ticket_of(request_for(config, attempt), 0, 2),
         ticket_of(request_for(ahead, attempt), 1, 2),
     ]
     assert [t.refusal for t in tickets] == [None, None]
-    assert [t.generation for t in tickets] == ["g2-a1", "g4-a2"]
+    assert [t.generation for t in tickets] == ["g2-a1", "g3-a2"]
     with pytest.raises(
-        AdmissionRefused, match=r"rank 1 .* generation: it has g4-a2, rank 0 has g2"
+        AdmissionRefused, match=r"rank 1 .* generation: it has g3-a2, rank 0 has g2"
     ):
         judge(tickets, Expected("small", attempt, 2), same_environment=True)
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from small_run import (
     Coordinator,
-    Left,
     config_for,
     coordinating,
     found,
     open_attempt,
     refused,
     request_for,
+    stop_at,
     ticket_of,
     train,
 )
@@ -48,9 +49,8 @@ def facts(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def trained_under(claim: str, tmp_path: Path) -> Path:
-    config = config_for(tmp_path, run__claim=claim, training__updates=2)
-    train(config)
-    assert Left(config).manifest().header.claim == claim
+    config = config_for(tmp_path, run__claim=claim)
+    assert train(config, stop_at(2)).manifest().header.claim == claim
     return tmp_path
 
 
@@ -87,6 +87,20 @@ def test_a_changed_environment_is_noted_under_statistical(
     config = config_for(trained_under("statistical", tmp_path), run__claim="statistical")
     facts["threads"] = "4"
     assert found(config).notes == ("environment changed: threads: 1 -> 4",)
+
+
+@pytest.mark.parametrize("claim", ["exact", "invariant", "statistical"])
+def test_another_job_is_refused_or_noted(tmp_path: Path, claim: str) -> None:
+    changes: dict[str, Any] = {"training__updates": 9, "optimizer__lr": 0.5}
+    config = config_for(trained_under(claim, tmp_path), run__claim=claim, **changes)
+    lines = ["optimizer.lr: 0.0003 -> 0.5", "training.updates: 6 -> 9"]
+    if claim == "statistical":
+        assert found(config).notes == tuple(f"the job changed: {line}" for line in lines)
+        return
+    error = refused(config, ClaimRefused)
+    assert f"the job changed, and run.claim is {claim}: {'; '.join(lines)}" in error.what
+    assert error.where == "optimizer.lr"
+    assert error.details == {"changes": lines}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +182,8 @@ def test_the_drivers_directory_is_where_tasks_are_found(
     code = tmp_path / "code"
     code.mkdir()
     (code / "found_by_path.py").write_text("from small_run import Tiny as Task\n")
-    config = config_for(folder, task__factory="found_by_path:Task")
+    factory = "found_by_path:Task"
+    config = config_for(folder, task__factory=factory, run__claim="statistical")
     request = open_attempt(config)
     error = ticket_of(request).refusal
     assert type(error) is TaskError

@@ -20,6 +20,7 @@ from small_run import (
     coordinating,
     flip,
     run_loop,
+    stop_at,
     train,
     write_data,
 )
@@ -34,13 +35,11 @@ from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.train import admit as admit_
 from coherent_ray.train import hooks, loop
-from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
+from coherent_ray.train.coordination import WISH_SAVE
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.session import Session, session, total_updates
 
 pytestmark = pytest.mark.usefixtures("one_process")
-
-STOP = WISH_STOP | WISH_SAVE
 
 
 def assert_same_run(one: Left, other: Left) -> None:
@@ -162,8 +161,8 @@ def test_a_run_that_was_stopped_and_resumed_is_the_same_run(tmp_path: Path, vari
     changes = {"optimizer__lr": 0.02, **VARIANTS[variant]}
     straight = train(config_for(tmp_path, **changes))
     config = config_for(tmp_path, run__root=str(tmp_path / "stopped"), **changes)
-    assert train(config, [STOP]).updates == [1]
-    assert train(config, [0, STOP]).updates == [1, 2, 3]
+    assert train(config, stop_at(1)).updates == [1]
+    assert train(config, stop_at(2)).updates == [1, 2, 3]
     stopped = train(config)
     assert stopped.generations == ["g1-a1", "g2-a2", "g3-a2", "g4-a3", "g5-a3"]
     assert_same_run(straight, stopped)
@@ -232,7 +231,7 @@ def test_a_run_that_died_before_its_first_generation_starts_anew(tmp_path: Path)
 def test_a_run_whose_latest_generation_is_damaged_is_the_same_run(tmp_path: Path) -> None:
     straight = train(config_for(tmp_path))
     config = config_for(tmp_path, run__root=str(tmp_path / "damaged"))
-    train(config, [0, 0, 0, STOP])
+    train(config, stop_at(4))
     flip(Left(config).shard("g2-a1"))
     resumed = train(config)
     assert resumed.generations == ["g1-a1", "g2-a1", "g3-a2", "g4-a2"]
@@ -240,10 +239,10 @@ def test_a_run_whose_latest_generation_is_damaged_is_the_same_run(tmp_path: Path
     assert_same_run(straight, resumed)
 
 
-def test_a_run_that_is_longer_now_goes_on(tmp_path: Path) -> None:
-    config = config_for(tmp_path, training__updates=3)
-    assert train(config).updates == [2, 3]
-    longer = train(config_for(tmp_path))
+def test_a_run_that_is_longer_now_goes_on_where_its_claim_allows_it(tmp_path: Path) -> None:
+    short = config_for(tmp_path, training__updates=3)
+    assert train(short).updates == [2, 3]
+    longer = train(config_for(tmp_path, run__claim="statistical"))
     assert longer.updates == [2, 3, 4, 6]
     straight = train(config_for(tmp_path, run__root=str(tmp_path / "straight")))
     assert_same_run(straight, longer)
@@ -317,7 +316,7 @@ def test_ray_is_told_at_the_end_and_only_then(
             "coherent_ray.train.session.report_outcome",
             lambda run: told.append((run.boundaries.published, run.stopped)),
         )
-        coordinator.wishes = [0, 0, STOP]
+        coordinator.wishes = stop_at(3)
         admit(config, coordinator)
         loop.train(config.model_dump(mode="json"))
         with pytest.raises(ZeroDivisionError), session(config):
@@ -420,7 +419,7 @@ def test_a_skipped_step_is_in_the_receipt_and_changes_nothing(tmp_path: Path) ->
         tmp_path, training__precision="fp16", checkpoint__every_updates=1, data__seed=3,
         task__factory="session_tasks:Momentum", run__root=str(tmp_path / "stopped"),
     )  # fmt: skip
-    go(other, [0, STOP])
+    go(other, stop_at(2))
     go(other, [])
     assert_same_run(left, Left(other))
 

@@ -1,0 +1,201 @@
+"""Before Ray starts: everything that is wrong is one clear error, and costs nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from small_run import config_for, stop_at, train, values_for, write_data
+
+from coherent_ray import config as config_
+from coherent_ray.errors import (
+    CoherentRayError,
+    ConfigError,
+    DataError,
+    LogDamaged,
+    StorageError,
+    StorageFull,
+    TaskError,
+    WrongRun,
+)
+from coherent_ray.storage import LocalStorage, open_storage
+from coherent_ray.storage.testing.faults import Fault, FaultyStorage
+from coherent_ray.storage.testing.memory import MemoryStorage
+from coherent_ray.train import datasets, preflight
+from coherent_ray.train.preflight import check, probe
+
+
+def make_data(path: str, note: str = "") -> None:
+    """What a configuration's `data.prepare` names."""
+    target = Path(path)
+    if not target.exists():
+        write_data(target)
+        target.with_suffix(".note").write_text(note)
+
+
+def fails(path: str) -> None:
+    raise LookupError("no source text")
+
+
+def test_a_new_run(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    found = check(config)
+    assert (found.run_id, found.updates, found.done, found.latest) == ("small", 6, 0, None)
+    assert not found.complete
+    # The dataset's manifest is kept, the probe is not, and no attempt was opened.
+    paths = [entry.path for entry in open_storage(config.run.root).list()]
+    assert paths == [datasets.path_of(datasets.scan_now(config).hash)]
+
+
+def test_a_run_that_is_under_way_and_one_that_is_complete(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    train(config, stop_at(3))
+    found = check(config)
+    assert (found.done, found.latest, found.complete) == (3, "g2-a1", False)
+    train(config)
+    found = check(config)
+    assert (found.done, found.updates, found.complete) == (6, 6, True)
+    shorter = check(config_for(tmp_path, training__updates=5))
+    assert shorter.complete
+
+
+def test_epochs_are_counted_in_updates(tmp_path: Path) -> None:
+    assert check(config_for(tmp_path, training__epochs=4)).updates == 12
+
+
+def test_data_is_prepared_once_where_the_configuration_says_how(tmp_path: Path) -> None:
+    path = str(tmp_path / "made.parquet")
+    values = values_for(tmp_path, data__source={"format": "parquet", "paths": [path]})
+    args = {"path": path, "note": "first"}
+    values["data"]["prepare"] = {"factory": "test_preflight:make_data", "args": args}
+    assert check(config_.build(values)).updates == 6
+    assert Path(path).with_suffix(".note").read_text() == "first"
+    values["data"]["prepare"]["args"]["note"] = "second"
+    check(config_.build(values))
+    assert Path(path).with_suffix(".note").read_text() == "first"
+
+
+def refused(kind: type[CoherentRayError], folder: Path, **changes: Any) -> CoherentRayError:
+    config = config_for(folder, **changes)
+    with pytest.raises(kind) as caught:
+        check(config)
+    assert type(caught.value) is kind
+    assert caught.value.remedy
+    assert open_storage(config.run.root) is not None
+    return caught.value
+
+
+def test_no_task(tmp_path: Path) -> None:
+    config = config_for(tmp_path).model_copy(update={"task": None})
+    with pytest.raises(ConfigError, match="no task is configured") as caught:
+        check(config)
+    assert caught.value.where == "task"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("factory", "args", "words"),
+    [
+        ("no_such_module:Task", {}, "there is no module no_such_module"),
+        ("small_run:Tyni", {}, "Tyni"),
+        ("small_run:Tiny", {"hiden": 3}, "it has no argument 'hiden'"),
+        ("small_run:flip", {}, "cannot be called"),
+    ],
+)
+def test_a_task_that_is_wrong(
+    tmp_path: Path, factory: str, args: dict[str, Any], words: str
+) -> None:
+    error = refused(TaskError, tmp_path, task__factory=factory, task__args=args)
+    assert words in error.what
+    assert error.where.startswith("task.factory")
+    assert error.exit_code == 2
+
+
+def test_data_that_is_not_there(tmp_path: Path) -> None:
+    write_data(tmp_path / "data.parquet")
+    source = {"format": "parquet", "paths": [str(tmp_path / "dta.parquet")]}
+    error = refused(DataError, tmp_path, data__source=source)
+    assert "did you mean" in error.remedy
+
+
+def test_data_without_an_example(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"x": pa.array([], pa.int64())}), tmp_path / "data.parquet")
+    assert "empty" in refused(DataError, tmp_path).what
+
+
+def test_data_without_a_column(tmp_path: Path) -> None:
+    path = str(tmp_path / "data.parquet")
+    source = {"format": "parquet", "paths": [path], "columns": ["x", "lable"]}
+    assert "lable" in refused(DataError, tmp_path, data__source=source).what
+
+
+def test_data_that_is_something_else(tmp_path: Path) -> None:
+    (tmp_path / "data.parquet").write_text("not Parquet")
+    assert refused(DataError, tmp_path).where.endswith("data.parquet")
+
+
+def test_data_that_cannot_be_prepared(tmp_path: Path) -> None:
+    prepare = {"factory": "test_preflight:fails", "args": {"path": "x"}}
+    error = refused(TaskError, tmp_path, data__prepare=prepare)
+    assert "no source text" in error.what
+    assert "data.prepare.factory" in error.where
+
+
+def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    error = refused(StorageError, tmp_path, run__root=str(tmp_path / "file" / "run"))
+    assert str(tmp_path / "file") in error.where
+
+
+def test_a_root_of_another_run(tmp_path: Path) -> None:
+    train(config_for(tmp_path), stop_at(1))
+    error = refused(WrongRun, tmp_path, run__run_id="another")
+    assert "holds run 'small'" in error.what
+
+
+def test_a_log_that_is_damaged(tmp_path: Path) -> None:
+    train(config_for(tmp_path), stop_at(1))
+    record = tmp_path / "run" / "log" / f"{2:020d}.json"
+    record.write_bytes(b"{}")
+    assert f"{2:020d}.json" in refused(LogDamaged, tmp_path).where
+
+
+# --- the probe ------------------------------------------------------------------------------------
+
+
+def test_the_probe_leaves_nothing() -> None:
+    storage = MemoryStorage()
+    probe(storage)
+    assert storage.files == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (Fault("full", verb="create"), StorageFull),
+        (Fault("refuse", verb="create"), StorageError),
+        (Fault("refuse", verb="read"), StorageError),
+        (Fault("refuse", verb="delete"), StorageError),
+    ],
+)
+def test_the_probe_finds_what_a_save_would_find(fault: Fault, kind: type[StorageError]) -> None:
+    storage = FaultyStorage(MemoryStorage(), [fault])
+    with pytest.raises(kind):
+        probe(storage)
+    assert storage.struck == [fault]
+
+
+def test_a_storage_that_gives_back_something_else_is_found() -> None:
+    storage = FaultyStorage(MemoryStorage(), [Fault("flip", verb="read")])
+    with pytest.raises(StorageError, match="gave back"):
+        probe(storage)
+
+
+def test_two_probes_at_once_do_not_meet(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.create(f"{preflight.PROBE}/somebody-elses", b"")
+    probe(storage)
+    assert [entry.path for entry in storage.list()] == [f"{preflight.PROBE}/somebody-elses"]
