@@ -12,6 +12,7 @@ from coherent_ray import canonical
 from coherent_ray.commit.manifest import PlanIdentity
 from coherent_ray.config import Config
 from coherent_ray.data import order
+from coherent_ray.data.content import DigestCache, cache_directory
 from coherent_ray.data.dataset import DatasetManifest, differences, scan
 from coherent_ray.data.sources import Source, open_source
 from coherent_ray.digests import Digest
@@ -24,6 +25,9 @@ _ADAPTER: TypeAdapter[DatasetManifest] = TypeAdapter(DatasetManifest)
 def scan_now(config: Config) -> DatasetManifest:
     """Return what the configured files hold at this moment.
 
+    Every rank and every restart of a node asks this; bytes that provably did not change are not
+    read again (`coherent_ray.data.content`).
+
     Raises:
         DataError: They are missing, unreadable, empty, or lack a column.
     """
@@ -35,6 +39,7 @@ def scan_now(config: Config) -> DatasetManifest:
         config.data.verify,
         window=source.window,
         dtype=source.dtype,
+        cache=DigestCache(cache_directory() / "digests"),
     )
 
 
