@@ -107,7 +107,7 @@ def reference(
     from coherent_ray.train.identity import run_id_of
 
     path = tmp_path_factory.mktemp("reference") / "run.yaml"
-    path.write_text(yaml.safe_dump(tiny.values(Path("reference"), tiny_data, task=None)))
+    path.write_text(yaml.safe_dump(tiny.values(Path("reference"), tiny_data)))
     with pytest.MonkeyPatch.context() as patch:
         # The root is relative, and Ray gives workers another directory than this.
         patch.chdir(path.parent)
@@ -115,7 +115,7 @@ def reference(
 
         def train() -> None:
             task = tiny.TinyTask()
-            with coherent_ray.session(config, collate=task.collate) as run:
+            with coherent_ray.session(config) as run:
                 torch.manual_seed(run.plan.seed_for("model"))
                 model = task.build_model()
                 run.track(model, torch.optim.AdamW(model.parameters(), lr=0.05))

@@ -66,7 +66,7 @@ def half_a_shard(values: dict[str, Any]) -> None:
 
 
 class DyingCoordinator(CoordinatorActor):
-    """The coordinator, that dies before it publishes generation 2 and after it published 3."""
+    """The coordinator, that dies before it publishes generation 2 and after it published 4."""
 
     def _open_root(self) -> Storage:
         return DeadlyStorage(self._root)
@@ -80,7 +80,7 @@ class DeadlyStorage(LocalStorage):
         if number == 2:
             die_once(self.uri, "coordinator:before-publish")
         super().create(path, data)
-        if number == 3:
+        if number == 4:
             die_once(self.uri, "coordinator:after-publish")
 
 

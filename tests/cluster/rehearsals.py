@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tiny
 import torch
 
 from coherent_ray.commit.generations import Generations
@@ -141,7 +142,18 @@ def _later_view(worker_group: Any, root: Path) -> Iterator[None]:
         worker_group.execute_single(OTHER_RANK, see, str(root), str(root))
 
 
+@contextmanager
+def _changed_code(worker_group: Any, root: Path) -> Iterator[None]:
+    """The task's code makes another model, from the same configuration."""
+    worker_group.execute(tiny.set_width, tiny.WIDTH // 2)
+    try:
+        yield
+    finally:
+        worker_group.execute(tiny.set_width, tiny.WIDTH)
+
+
 _STAGES: dict[str, Stage] = {
+    "model": _changed_code,
     "another run's generation": _foreign_generation,
     "a later generation in one rank's view": _later_view,
 }

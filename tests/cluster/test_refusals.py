@@ -29,7 +29,7 @@ from coherent_ray.train.trainer import make_trainer
 if TYPE_CHECKING:
     from conftest import OwnRun
 
-#: Updates after the reference's last: so that there is something left to refuse.
+#: For the one that is not refused: it must have something left to do.
 LONGER = tiny.UPDATES + 3
 BACK_S = 30.0
 
@@ -55,9 +55,7 @@ def test_a_refusal_ends_fit_and_leaves_nothing_behind(
     root = Path(shutil.copytree(reference.root, tmp_path / "run"))
     before = tiny.published(root)
     entered = tmp_path / "entered"
-    config = tiny.configured(
-        root, tiny_data, run__claim="exact", cluster__workers=1, training__updates=LONGER
-    )
+    config = tiny.configured(root, tiny_data, run__claim="exact", cluster__workers=1)
 
     def train(values: dict[str, Any]) -> None:
         entered.touch()
@@ -100,20 +98,20 @@ def group(
     root = Path(shutil.copytree(reference.root, folder / "run"))
 
     def resumed(data: Path = tiny_data, **changes: Any) -> Any:
-        settings = {"cluster__workers": 3, "training__updates": LONGER, **changes}
-        return tiny.configured(root, data, **settings)
+        return tiny.configured(root, data, cluster__workers=3, **changes)
 
     (folder / "other").mkdir()
     other_data = tiny.write_rows(folder / "other" / tiny_data.name, seed=1)
     wrong = {
         "data": resumed(other_data),
         "lanes": resumed(data__lanes=8),
-        "model": resumed(task__args={"width": 256}),
+        "job": resumed(task__args={"factor": 2}),
+        "model": resumed(),
         "exact": resumed(run__claim="exact"),
         "another run's generation": resumed(checkpoint__on_damage="refuse"),
         "a later generation in one rank's view": resumed(),
     }
-    right = resumed(run__claim="statistical")
+    right = resumed(run__claim="statistical", training__updates=LONGER)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "torch_config", lambda config: rehearsing(config, wrong))
         result = make_trainer(right).fit()
@@ -134,9 +132,14 @@ REFUSALS = {
         "data.lanes is 8, but this run was started with 4",
         "set data.lanes: 4",
     ),
+    "job": (
+        "ClaimRefused",
+        "the job changed, and run.claim is invariant: task.args.factor: absent -> 2",
+        "set this back",
+    ),
     "model": (
         "StateMismatch",
-        "0.bias",
+        "model/0.bias",
         "",
     ),
     "exact": (
@@ -188,6 +191,7 @@ def test_statistical_goes_on_with_another_rank_count_and_says_so(
     group: Rehearsed, reference: OwnRun
 ) -> None:
     assert "rank count changed from 2 to 3" in group.notes
+    assert f"the job changed: training.updates: {tiny.UPDATES} -> {LONGER}" in group.notes
     metrics = group.result.metrics
     assert metrics is not None
     assert (metrics["resumed_at"], metrics["update"]) == (tiny.UPDATES, LONGER)

@@ -26,17 +26,20 @@ ROWS = 50
 INPUTS = 4
 UPDATES = 12
 EVERY = 3
+#: Wide enough for several blocks of 4 KiB a shard.
+WIDTH = 512
 
 
 class TinyTask:
     """Two layers that learn the sign of a sum."""
 
-    def __init__(self, width: int = 512) -> None:
-        self.width = width
+    def __init__(self, factor: int = 1) -> None:
+        self.factor = factor
 
     def build_model(self) -> nn.Module:
+        width = WIDTH * self.factor
         return nn.Sequential(
-            nn.Linear(INPUTS, self.width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(self.width, 2)
+            nn.Linear(INPUTS, width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 2)
         )
 
     def collate(self, rows: Any) -> tuple[Tensor, Tensor]:
@@ -48,13 +51,20 @@ class TinyTask:
 
 
 class FailingTask(TinyTask):
-    """Raises in the loss, on one rank, in its second update."""
+    """Raises in the loss, on the last of two ranks, after the first generation."""
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         self.calls = getattr(self, "calls", 0) + 1
-        if torch.distributed.get_rank() == 1 and self.calls == 5:
+        # Four microbatches an update: a global batch of 8 over two ranks, one example each.
+        if torch.distributed.get_rank() == 1 and self.calls > 4 * (EVERY + 1):
             raise ZeroDivisionError("the tiny task gives up")
         return super().loss(model, batch)
+
+
+def set_width(width: int) -> None:
+    """In a worker: change the task's code."""
+    global WIDTH
+    WIDTH = width
 
 
 def write_rows(path: Path, rows: int = ROWS, seed: int = 0) -> Path:
