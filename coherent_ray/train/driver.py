@@ -198,8 +198,11 @@ def _judge(error: BaseException | None) -> bool:
 
 def main() -> int:
     """Read the configuration from standard input and run; events go to the given descriptor."""
-    values = config_.build(json.load(sys.stdin))
-    stream = os.fdopen(int(sys.argv[1]), "w", encoding="utf-8")
+    values = config_.build(json.loads(sys.stdin.buffer.read()))
+    pipe = int(sys.argv[1])
+    # Only this process may hold it open: the supervisor reads until it is closed.
+    os.set_inheritable(pipe, False)
+    stream = os.fdopen(pipe, "w", encoding="utf-8")
 
     def tell(event: Event) -> None:
         events.write(stream, event)

@@ -8,14 +8,16 @@ the run.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -28,14 +30,18 @@ from coherent_ray.train.events import Event
 
 OnEvent = Callable[[Event], None]
 
-#: Exit status by which a driver asks for another one.
-RESTART = 75
+DRIVER = (sys.executable, "-m", "coherent_ray.train.driver")
 #: Drivers in a row that may end without one update.
 BARREN_LIVES = 3
 #: Seconds between two drivers at most.
 LONGEST_PAUSE_S = 10.0
+#: Seconds between two looks at whether somebody asks to stop.
+_LOOK_S = 0.1
+_READ_BYTES = 65_536
 #: Linux: the signal that a process gets when its parent dies.
 _PR_SET_PDEATHSIG = 1
+#: Looked up here: between fork and exec, nothing may be that takes a lock.
+_prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +72,30 @@ class _Life:
 class Supervisor:
     """Runs one configuration to its end."""
 
-    def __init__(self, config: Config, on_event: OnEvent, *, verbose: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        on_event: OnEvent,
+        *,
+        verbose: bool = False,
+        command: Sequence[str] = DRIVER,
+    ) -> None:
         """Make a supervisor.
 
         Args:
             config: The run.
             on_event: Called with everything that happens, in this thread.
             verbose: Let Ray's and the driver's own output through to standard error.
+            command: Starts a driver. It gets the configuration as JSON on standard input, and as
+                its last argument the descriptor that its events go to.
         """
         self._config = config.resolved()
         self._on_event = on_event
         self._verbose = verbose
+        self._command = [*command]
         self._child: subprocess.Popen[str] | None = None
         self._signals = 0
+        self._said = False
         self._restarts = 0
         self._barren = 0
         self._seen_cluster = False
@@ -107,16 +124,26 @@ class Supervisor:
                 return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log)
             if life.error is not None and not self._may_return(life.error):
                 raise life.error
-            if self._signals:
-                raise Interrupted(
-                    "stopped before a generation could be published",
-                    remedy="run the same command to resume at the latest generation",
-                )
+            self._require_no_signal()
             self._restarts += 1
             reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
             self._require_patience(life, reason)
             self._on_event(Event("restarting", reason))
-            time.sleep(min(2.0**self._barren, LONGEST_PAUSE_S))
+            self._pause(min(2.0**self._barren, LONGEST_PAUSE_S))
+            self._require_no_signal()
+
+    def _require_no_signal(self) -> None:
+        if self._signals:
+            raise Interrupted(
+                "stopped before a generation could be published",
+                remedy="run the same command to resume at the latest generation",
+            )
+
+    def _pause(self, seconds: float) -> None:
+        """Wait between two drivers, but not once somebody asks to stop."""
+        until = time.monotonic() + seconds
+        while not self._signals and (left := until - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK_S))
 
     def _may_return(self, error: CoherentRayError) -> bool:
         """Whether what failed is a cluster that was there before, and may come back."""
@@ -151,27 +178,50 @@ class Supervisor:
         reading, writing = os.pipe()
         with self._log.open("ab") as log:
             self._child = child = subprocess.Popen(
-                [sys.executable, "-m", "coherent_ray.train.driver", str(writing)],
+                [*self._command, str(writing)],
                 stdin=subprocess.PIPE,
                 stdout=None if self._verbose else log,
                 stderr=None if self._verbose else log,
-                text=True,
+                encoding="utf-8",
                 pass_fds=(writing,),
-                preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has no threads
+                preexec_fn=_end_with(os.getpid()),  # noqa: PLW1509 - it takes no lock
             )
         os.close(writing)
+        if self._signals:
+            child.terminate()  # asked while it was being started
         life = _Life()
         try:
-            with os.fdopen(reading, encoding="utf-8") as stream:
-                assert child.stdin is not None
+            assert child.stdin is not None
+            with contextlib.suppress(BrokenPipeError):  # it died at once; its status says so
                 child.stdin.write(self._config.model_dump_json())
                 child.stdin.close()
-                for event in events.read(stream):
-                    self._note(life, event)
-        except BrokenPipeError:
-            pass  # it died at once; its status says so
+            for event in events.read(self._lines(reading, child)):
+                self._note(life, event)
+        finally:
+            os.close(reading)
         life.status = child.wait()
         return life
+
+    def _lines(self, pipe: int, child: subprocess.Popen[str]) -> Iterator[str]:
+        """Yield the lines that a driver sends, until it ends.
+
+        Not until the pipe is closed: a process that it left behind may hold it open.
+        """
+        rest = b""
+        while True:
+            self._say_that_it_stops()
+            # Asked in this order: what it sent before it ended is read.
+            ended = child.poll() is not None
+            if not select.select([pipe], [], [], 0.0 if ended else _LOOK_S)[0]:
+                if ended:
+                    break
+                continue
+            data = os.read(pipe, _READ_BYTES)
+            if not data:
+                break
+            *lines, rest = (rest + data).split(b"\n")
+            yield from (line.decode(errors="replace") for line in lines)
+        yield rest.decode(errors="replace")
 
     def _note(self, life: _Life, event: Event) -> None:
         match event.kind:
@@ -197,12 +247,19 @@ class Supervisor:
         self._signals += 1
         child = self._child
         if child is None or child.poll() is not None:
-            raise KeyboardInterrupt
+            # Between two drivers. Who waits there looks; but nobody is held here for ever.
+            if self._signals > 2:
+                raise KeyboardInterrupt
+            return
         if self._signals > 2:
             child.kill()
             return
         child.send_signal(signal.SIGTERM)
-        if self._signals == 1:
+
+    def _say_that_it_stops(self) -> None:
+        # Not said by the handler: it may have interrupted a display in the middle of a line.
+        if self._signals and not self._said:
+            self._said = True
             text = "stopping: publishing one more generation (twice more to stop at once)"
             self._on_event(Event("note", text))
 
@@ -230,10 +287,16 @@ def supervise(config: Config, on_event: OnEvent, *, verbose: bool = False) -> Ou
     return Supervisor(config, on_event, verbose=verbose).run()
 
 
-def _end_with_parent() -> None:
-    """In the child: be asked to stop when the supervisor is gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+def _end_with(parent: int) -> Callable[[], None]:
+    """Return what makes a child be asked to stop when its parent is gone; runs in the child."""
+
+    def end_with_parent() -> None:
+        if _prctl is not None:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != parent:
+                os._exit(1)  # it went before it could be asked
+
+    return end_with_parent
 
 
 def _status(status: int) -> str:

@@ -1,0 +1,446 @@
+"""The supervisor, over drivers that live and die as the test says."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from small_run import config_for
+
+from coherent_ray.config import Config
+from coherent_ray.errors import (
+    AdmissionRefused,
+    ClusterError,
+    CoherentRayError,
+    DataError,
+    Interrupted,
+    TrainingFailed,
+)
+from coherent_ray.train import supervisor as supervisor_
+from coherent_ray.train.events import Event
+from coherent_ray.train.supervisor import BARREN_LIVES, LONGEST_PAUSE_S, Outcome, Supervisor
+
+FAKE = Path(__file__).parent / "fake_driver.py"
+WAIT_S = 30
+
+
+def command(script: str, folder: Path) -> list[str]:
+    return [sys.executable, "-I", "-S", str(FAKE), script, str(folder)]
+
+
+@pytest.fixture(autouse=True)
+def _logs_with_the_tests_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+class Watched:
+    """A supervisor of fake drivers, with everything that it said."""
+
+    def __init__(self, config: Config, script: str, folder: Path) -> None:
+        self.events: list[Event] = []
+        self.react: Callable[[Event], None] = lambda event: None
+        self.pauses: list[float] = []
+        self.folder = folder
+        self.supervisor = Supervisor(config, self._on_event, command=command(script, folder))
+        self.log = self.supervisor._log
+
+    def run(self) -> Outcome:
+        return self.supervisor.run()
+
+    def fails(self, kind: type[CoherentRayError]) -> CoherentRayError:
+        with pytest.raises(kind) as caught:
+            self.run()
+        assert type(caught.value) is kind
+        return caught.value
+
+    def texts(self, kind: str) -> list[str]:
+        return [event.text for event in self.events if event.kind == kind]
+
+    @property
+    def lives(self) -> int:
+        return int((self.folder / "lives").read_text())
+
+    def _on_event(self, event: Event) -> None:
+        self.events.append(event)
+        self.react(event)
+
+
+@pytest.fixture
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Watched]:
+    """Makes watched supervisors, whose pauses between drivers take no time."""
+
+    def make(script: str, **changes: Any) -> Watched:
+        made = Watched(config_for(tmp_path, **changes), script, tmp_path)
+        monkeypatch.setattr(made.supervisor, "_pause", made.pauses.append)
+        return made
+
+    return make
+
+
+# --- one life -------------------------------------------------------------------------------------
+
+
+def test_a_driver_that_finishes(watched: Callable[..., Watched], tmp_path: Path) -> None:
+    run = watched("tell('started', done=0); tell('note', 'hello'); progress(1, 2); finish()")
+    outcome = run.run()
+    assert (outcome.stopped, outcome.restarts) == (False, 0)
+    assert outcome.facts["done"] == 6
+    assert outcome.log == run.log
+    assert [event.kind for event in run.events] == ["started", "note", "progress", "progress"]
+    assert run.events[3].facts == {"progress": {"update": 2}}
+    assert (run.lives, run.pauses) == (1, [])
+
+
+def test_a_driver_that_was_stopped(watched: Callable[..., Watched]) -> None:
+    assert watched("finish(stopped=True)").run().stopped
+
+
+def test_it_gets_the_resolved_configuration(watched: Callable[..., Watched]) -> None:
+    script = "tell('note', config['run']['root'] + ' ' + config['task']['args']['name']); finish()"
+    run = watched(script, task__args={"name": "größer 模型"})
+    run.run()
+    assert run.texts("note") == [f"{run.folder}/run größer 模型"]
+
+
+def test_what_it_prints_is_in_the_log(watched: Callable[..., Watched]) -> None:
+    run = watched("print('out'); print('err', file=sys.stderr); finish()")
+    run.run()
+    assert sorted(run.log.read_text().split()) == ["err", "out"]
+
+
+@pytest.mark.parametrize("error", [DataError, AdmissionRefused, TrainingFailed])
+def test_an_error_ends_the_run_as_it_was_raised(
+    watched: Callable[..., Watched], error: type[CoherentRayError]
+) -> None:
+    facts = f"type='{error.__name__}', what='no', where='here', remedy='do', details={{'a': 1}}"
+    run = watched(f"tell('error', 'no', {facts}); sys.exit(1)")
+    caught = run.fails(error)
+    assert (caught.what, caught.where, caught.remedy) == ("no", "here", "do")
+    assert caught.details == {"a": 1}
+    assert run.lives == 1
+
+
+def test_what_comes_after_the_end_does_not_undo_it(watched: Callable[..., Watched]) -> None:
+    script = "tell('finished', stopped=False); tell('error', type='ClusterError', what='at exit')"
+    assert not watched(script).run().stopped
+    run = watched("tell('finished', stopped=False); os.kill(os.getpid(), signal.SIGKILL)")
+    assert run.run().restarts == 0
+
+
+def test_a_driver_whose_orphan_holds_the_pipe_has_ended(watched: Callable[..., Watched]) -> None:
+    """Nobody waits for a process that the driver left behind."""
+    script = """
+if os.fork() == 0:
+    time.sleep(20)
+    os._exit(0)
+tell('finished', stopped=False)
+pipe.write('{"kind": "no')
+"""
+    begun = time.monotonic()
+    assert not watched(script).run().stopped
+    assert time.monotonic() - begun < 15
+
+
+def test_long_events_and_many_of_them_arrive_whole(watched: Callable[..., Watched]) -> None:
+    script = "[tell('note', f'{n} ' + 'ü' * 50_000) for n in range(20)]; finish()"
+    run = watched(script)
+    run.run()
+    assert run.texts("note") == [f"{n} " + "ü" * 50_000 for n in range(20)]
+
+
+def test_a_torn_last_line_is_no_event(watched: Callable[..., Watched]) -> None:
+    script = """
+if life == 0:
+    progress(1, 2)
+    pipe.write('{"kind": "finished", "facts": {"stopp')
+    pipe.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+finish()
+"""
+    run = watched(script)
+    assert run.run().restarts == 1
+    assert run.texts("restarting") == ["the driver died (killed by SIGKILL)"]
+
+
+# --- one life after the other ---------------------------------------------------------------------
+
+
+def test_a_driver_that_is_killed_is_replaced(watched: Callable[..., Watched]) -> None:
+    script = """
+tell('started')
+progress(life * 2 + 1, life * 2 + 2)
+if life < 6:
+    os.kill(os.getpid(), signal.SIGKILL)
+finish()
+"""
+    run = watched(script)
+    outcome = run.run()
+    # More often than barren lives are allowed: each of these led somewhere.
+    assert (outcome.restarts, run.lives) == (6, 7)
+    assert run.texts("restarting") == ["the driver died (killed by SIGKILL)"] * 6
+    assert run.pauses == [1.0] * 6
+
+
+def test_a_driver_that_exits_without_a_word_is_replaced(watched: Callable[..., Watched]) -> None:
+    run = watched("finish() if life else sys.exit(75)")
+    assert run.run().restarts == 1
+    assert run.texts("restarting") == ["the driver died (exit status 75)"]
+
+
+def test_a_driver_that_dies_before_it_reads_is_replaced(watched: Callable[..., Watched]) -> None:
+    script = "os.close(0); time.sleep(0.1) if life == 0 else finish()"
+    assert watched(script).run().restarts == 1
+
+
+def test_drivers_that_lead_nowhere_end_the_run(watched: Callable[..., Watched]) -> None:
+    run = watched(
+        "print('last words', flush=True); progress(5); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    error = run.fails(TrainingFailed)
+    assert "4 drivers in a row ended without one update" in error.what
+    assert "the driver died (killed by SIGKILL)" in error.what
+    assert error.where == str(run.log)
+    assert run.log.read_text().split() == ["last", "words"] * 4
+    assert run.lives == BARREN_LIVES + 1
+    assert run.pauses == [2.0, 4.0, 8.0]
+    assert max(run.pauses) <= LONGEST_PAUSE_S
+
+
+def test_one_update_clears_the_count(watched: Callable[..., Watched]) -> None:
+    script = """
+if life == 3:
+    progress(5, 6)
+if life == 7:
+    finish()
+sys.exit(1)
+"""
+    run = watched(script)
+    assert run.run().restarts == 7
+    assert run.pauses == [2.0, 4.0, 8.0, 1.0, 2.0, 4.0, 8.0]
+
+
+@pytest.mark.parametrize("lives", [1, 3])
+def test_an_error_of_the_cluster_ends_a_run_that_never_had_one(
+    watched: Callable[..., Watched], lives: int
+) -> None:
+    script = f"""
+if life < {lives - 1}:
+    sys.exit(1)
+tell('error', type='ClusterError', what='no Ray there')
+"""
+    run = watched(script)
+    assert run.fails(ClusterError).what == "no Ray there"
+    assert run.lives == lives
+
+
+def test_a_cluster_that_was_there_gets_time_to_come_back(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(supervisor_, "time", clock)
+    script = """
+if life in (0, 9):
+    tell('started')
+if life == 10:
+    finish()
+tell('error', type='ClusterError', what='no Ray there')
+"""
+    run = watched(script, cluster__address="10.0.0.1:6379", cluster__reconnect_timeout_s=100.0)
+
+    def pass_time(event: Event) -> None:
+        if event.kind == "restarting":
+            clock.now += 11.0
+
+    run.react = pass_time
+    # Nine lives of 11 seconds lead nowhere: more than are allowed in a row, but in time.
+    assert run.run().restarts == 10
+    assert set(run.texts("restarting")) == {"no Ray there"}
+
+
+def test_a_cluster_that_does_not_come_back_ends_the_run(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(supervisor_, "time", clock)
+    script = "tell('started') if life == 0 else None; tell('error', type='ClusterError', what='no')"
+    run = watched(script, cluster__address="10.0.0.1:6379", cluster__reconnect_timeout_s=50.0)
+
+    def pass_time(event: Event) -> None:
+        if event.kind == "restarting":
+            clock.now += 11.0
+
+    run.react = pass_time
+    error = run.fails(TrainingFailed)
+    assert "6 drivers in a row" in error.what
+    assert error.what.endswith("the last one: no")
+
+
+# --- signals --------------------------------------------------------------------------------------
+
+
+def sending(*signals: signal.Signals, at: str = "started") -> Callable[[Event], None]:
+    """Let the user press keys when an event comes: the next of these at each."""
+    left = list(signals)
+
+    def react(event: Event) -> None:
+        if event.kind == at and left:
+            os.kill(os.getpid(), left.pop(0))
+
+    return react
+
+
+STOPPING = "seen = wait_for_stop(); tell('note', ' '.join(seen)); finish(stopped=True)"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_asks_the_driver_to_stop(
+    watched: Callable[..., Watched], number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    run = watched(STOPPING)
+    run.react = sending(number)
+    assert run.run().stopped
+    asked, seen = run.texts("note")
+    assert asked.startswith("stopping: publishing one more generation")
+    assert seen == "SIGTERM"
+    assert signal.getsignal(number) is before
+
+
+def test_a_driver_that_dies_while_it_is_asked_is_not_replaced(
+    watched: Callable[..., Watched],
+) -> None:
+    run = watched("wait_for_stop(); os.kill(os.getpid(), signal.SIGKILL)")
+    run.react = sending(signal.SIGTERM)
+    error = run.fails(Interrupted)
+    assert "before a generation could be published" in error.what
+    assert "resume" in error.remedy
+    assert run.lives == 1
+
+
+STUBBORN = """
+seen = []
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, lambda number, frame: seen.append(number))
+tell('started')
+while True:
+    time.sleep(0.01)
+    if seen:
+        seen.pop()
+        tell('note', 'not yet')
+"""
+
+
+def test_the_third_signal_kills(watched: Callable[..., Watched]) -> None:
+    run = watched(STUBBORN)
+    more = sending(signal.SIGINT, signal.SIGINT, at="note")
+
+    def react(event: Event) -> None:
+        if event.kind == "started":
+            os.kill(os.getpid(), signal.SIGINT)
+        elif event.text == "not yet":
+            more(event)
+
+    run.react = react
+    run.fails(Interrupted)
+    assert run.texts("note").count("not yet") == 2
+    child = run.supervisor._child
+    assert child is not None
+    assert child.returncode == -signal.SIGKILL
+
+
+def test_a_signal_between_two_drivers_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And at once: the pause is not sat out."""
+    run = Watched(config_for(tmp_path), "sys.exit(1)", tmp_path)
+    monkeypatch.setattr(supervisor_, "LONGEST_PAUSE_S", 60.0)
+    monkeypatch.setattr(run.supervisor, "_barren", 5)
+    monkeypatch.setattr(supervisor_, "BARREN_LIVES", 9)
+    run.react = sending(signal.SIGTERM, at="restarting")
+    begun = time.monotonic()
+    error = run.fails(Interrupted)
+    assert time.monotonic() - begun < 20
+    assert "resume" in error.remedy
+    assert run.lives == 1
+
+
+def test_a_signal_while_a_driver_is_being_started_reaches_it(
+    watched: Callable[..., Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = watched("time.sleep(30)")
+    start = subprocess.Popen
+
+    def signalled(*given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return start(*given, **named)
+
+    monkeypatch.setattr(supervisor_.subprocess, "Popen", signalled)
+    begun = time.monotonic()
+    run.fails(Interrupted)
+    assert time.monotonic() - begun < 20
+
+
+def test_an_exception_of_the_display_ends_the_driver(watched: Callable[..., Watched]) -> None:
+    run = watched("wait_for_stop(); (folder / 'told').write_text('SIGTERM')")
+
+    def react(event: Event) -> None:
+        raise ZeroDivisionError
+
+    run.react = react
+    with pytest.raises(ZeroDivisionError):
+        run.run()
+    assert (run.folder / "told").read_text() == "SIGTERM"
+    assert run.supervisor._child is not None
+    assert run.supervisor._child.returncode == 0
+
+
+# --- a supervisor of its own ----------------------------------------------------------------------
+
+OUTER = """
+import sys, pathlib
+from coherent_ray import config
+from coherent_ray.train.supervisor import Supervisor
+light = not {'torch', 'ray', 'numpy', 'pyarrow'} & set(sys.modules)
+settings = config.load(sys.argv[1])
+Supervisor(settings, lambda event: print(event.kind, light, flush=True), command=sys.argv[2:]).run()
+"""
+
+
+def test_a_supervisor_that_is_killed_takes_its_driver_along(tmp_path: Path) -> None:
+    """It starts without torch and Ray, and its driver is asked to stop when it is gone."""
+    settings = tmp_path / "config.yaml"
+    settings.write_text(config_for(tmp_path).model_dump_json())
+    script = "seen = wait_for_stop(); (folder / 'told').write_text(' '.join(seen))"
+    outer = subprocess.Popen(
+        [sys.executable, "-c", OUTER, str(settings), *command(script, tmp_path)],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert outer.stdout is not None
+    assert outer.stdout.readline() == "started True\n"
+    outer.kill()
+    outer.wait()
+    outer.stdout.close()
+    told, until = tmp_path / "told", time.monotonic() + WAIT_S
+    while not (told.exists() and told.read_text()) and time.monotonic() < until:
+        time.sleep(0.02)
+    assert told.read_text() == "SIGTERM"
+
+
+def test_a_driver_whose_supervisor_went_before_it_began_does_not_begin() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", "pass"],
+        preexec_fn=supervisor_._end_with(os.getpid() + 1),
+    )
+    assert child.wait(WAIT_S) == 1
