@@ -27,7 +27,10 @@ QUIET = {
 PROJECT = Path(__file__).resolve().parent.parent
 JOBS = {
     "language model": ("configs/quickstart.yaml", ["training.updates=40"]),
-    "image classifier": ("configs/digits.yaml", ["training.epochs=2", "checkpoint.every_updates=7"]),
+    "image classifier": (
+        "configs/digits.yaml",
+        ["training.epochs=2", "checkpoint.every_updates=7"],
+    ),
 }
 
 
