@@ -98,11 +98,11 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     tickets = _tickets(worker_group, request, config.cluster.admission_timeout_s)
     expected = Expected(run_id, attempt, len(tickets))
     judge(tickets, expected, same_environment=config.run.claim != "statistical")
-    for note in tickets[0].notes:
+    # Of all ranks: under the claim statistical, each may have its own environment.
+    notes = list(dict.fromkeys(note for ticket in tickets for note in ticket.notes))
+    for note in notes:
         logger.warning("attempt %d: %s", attempt, note)
-    coordinators.answer(
-        coordinator.admitted.remote(attempt, list(tickets[0].notes), _placement_group(worker_group))
-    )
+    coordinators.answer(coordinator.admitted.remote(attempt, notes, _placement_group(worker_group)))
 
 
 def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[Ticket]:

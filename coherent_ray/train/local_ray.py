@@ -50,6 +50,8 @@ def _start(cluster: Cluster) -> None:
     needed = math.ceil(per_worker.pop("CPU", 1.0) * cluster.workers)
     per_worker.pop("GPU", None)
     ray.init(
+        # One of its own, even where another Ray runs on this machine, or RAY_ADDRESS names one.
+        address="local",
         num_cpus=cluster.num_cpus or max(needed, os.cpu_count() or 1),
         resources={name: amount * cluster.workers for name, amount in per_worker.items()},
         include_dashboard=False,
