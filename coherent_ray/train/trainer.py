@@ -36,6 +36,8 @@ def set_environment(cluster: Cluster) -> None:
         "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S": str(cluster.collective_timeout_s),
         # Relative paths mean the same in a worker as in the configuration.
         "RAY_CHDIR_TO_TRIAL_DIR": "0",
+        # One process less a run: what it watches for, nothing here asks it yet.
+        "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
     }
