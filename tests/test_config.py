@@ -128,6 +128,15 @@ def test_absolute_paths(tmp_path, monkeypatch):
     assert made.resolved() == made
 
 
+def test_relative_paths_may_mean_another_directory(monkeypatch, tmp_path):
+    made = config.build(changed(run__root="r", data__source__paths=["x", "/y"]))
+    there = made.resolved("/there")
+    assert there.run.root == "/there/r"
+    assert there.data.source.paths == ["/there/x", "/y"]
+    monkeypatch.chdir(tmp_path)
+    assert made.resolved() == made.resolved(tmp_path)
+
+
 def test_home_and_repeated_paths_are_resolved(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     made = config.build(changed(run__root="~/r", data__source__paths=["/x", "/x"])).resolved()
