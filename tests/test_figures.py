@@ -1,0 +1,54 @@
+"""Figures in the documents are what the benchmarks' JSON says, and nobody typed them in."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def render() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("render", ROOT / "benchmarks" / "render.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_document_is_current(render: ModuleType) -> None:
+    for name in render.DOCUMENTS:
+        text = (ROOT / name).read_text()
+        assert render.MARKED.search(text), f"{name} has no marked place"
+        assert render.rendered(text) == text, f"{name}: run python benchmarks/render.py"
+
+
+def test_a_typed_in_figure_is_found(render: ModuleType) -> None:
+    text = (ROOT / "README.md").read_text()
+    digest = json.loads((render.RESULTS / "replay.json").read_text())["runs"][0]["receipts"]
+    shown = digest.partition(":")[2][:8]
+    assert shown in text
+    assert render.rendered(text.replace(shown, "00000000")) == text
+
+
+def test_the_replay_campaign_on_record_is_whole_and_equal() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
+    runs = result["runs"]
+    assert result["equal"]
+    assert {(r["job"], r["workers"]) for r in runs} == {
+        (job, workers) for job in ("language model", "image classifier") for workers in (1, 2, 3, 4)
+    }
+    for job in ("language model", "image classifier"):
+        own = [r for r in runs if r["job"] == job]
+        assert len({r["receipts"] for r in own}) == 1
+        assert len({r["state"] for r in own}) == 1
+        for struck in (r for r in own if r["kills"]):
+            assert struck["kills"].count("worker") >= 3
+            assert struck["kills"].count("coordinator") >= 1
+            assert struck["attempts"] >= 4
