@@ -22,7 +22,6 @@ from coherent_ray.commit.manifest import (
     GenerationHeader,
     Manifest,
     PlanIdentity,
-    generation_name,
 )
 from coherent_ray.config import Checkpoint
 from coherent_ray.digests import digest_of
@@ -446,5 +445,4 @@ def test_a_rank_of_an_older_attempt_is_fenced(
     one = saver(Line(alive, 1, 0), storage)
     with pytest.raises(Fenced):
         save(one)
-    assert generation_name(1, 1) == "g1-a1"
     assert CommitLog(storage).read().publishes == ()
