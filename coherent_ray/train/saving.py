@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, GenerationHeader, ShardRecord
 from coherent_ray.config import Checkpoint
 from coherent_ray.digests import digest_of
@@ -169,7 +170,7 @@ class Saver:
             size = shard.size
             fate = self._line.acknowledge(self._word(boundary, shard))
         except Exception as error:
-            fate = self._failed(header, error)
+            fate = self._published(header) or self._failed(header, error)
         durable = time.monotonic() - begun + stall
         name = records.generation_name(header.number, header.attempt)
         return Saved(name, header.number, header.update, fate, stall, durable, size)
@@ -217,6 +218,22 @@ class Saver:
             tensor_fingerprints=boundary.prints.tensors,
             header=header if self._rank == 0 else None,
         )
+
+    def _published(self, header: GenerationHeader) -> Fate | None:
+        """Return the fate that the log tells, where the coordinator could not tell it any more.
+
+        Ranks must count the same failures: one that lost an answer must not call failed what the
+        others know to be published.
+        """
+        try:
+            history = CommitLog(self._storage).read()
+        except CoherentRayError:
+            return None
+        body = history.publish_of(header.number, header.attempt)
+        record = history.record_of(body) if body is not None else None
+        if record is None:
+            return None
+        return Fate("published", header.number, header.attempt, seq=record.seq)
 
     def _failed(self, header: GenerationHeader, error: Exception) -> Fate:
         """Tell the others that this rank will not acknowledge, so that none waits for it."""

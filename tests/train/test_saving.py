@@ -408,6 +408,21 @@ def test_two_ranks_publish_one_generation(
     assert all(torch.equal(found[name], tensor) for name, tensor in state().tensors.items())
 
 
+def test_a_rank_that_lost_the_answer_reads_the_fate_in_the_log(
+    coordinator: tuple[Coordinator, MemoryStorage],
+) -> None:
+    """The others know that it is published: a rank that counted a failure would go its own way."""
+    alive, storage = coordinator
+
+    class Deaf(Line):
+        def acknowledge(self, word: Acknowledgement) -> Fate:
+            super().acknowledge(word)
+            raise ClusterError("the coordinator is gone")
+
+    saved = save(saver(Deaf(alive, 1, 0), storage))
+    assert saved.fate == Fate("published", 1, 1, seq=2)
+
+
 @pytest.mark.parametrize("broken", [0, 1])
 def test_the_failure_of_one_rank_is_every_ranks_at_once(
     coordinator: tuple[Coordinator, MemoryStorage], broken: int
