@@ -10,7 +10,9 @@ from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import History
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Manifest, ReceiptSegment, dump
+from coherent_ray.commit.pruning import Pruned, Pruner
 from coherent_ray.commit.records import PinBody, PublishBody
+from coherent_ray.commit.retention import Policy
 from coherent_ray.digests import digest_of
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.testing.faults import flipped
@@ -82,6 +84,22 @@ def run_of(*generations: int, storage: Storage | None = None) -> MadeRun:
 
 def paths(storage: Storage) -> set[str]:
     return {entry.path for entry in storage.list()}
+
+
+def files_of(storage: Storage, name: str) -> set[str]:
+    return {path for path in paths(storage) if path.startswith(f"generations/{name}/")}
+
+
+def prune(run: MadeRun, keep: int | None = 1, keep_every: int | None = None) -> Pruned:
+    return Pruner(run.storage, Policy(keep, keep_every)).prune()
+
+
+def deleted(pruned: Pruned) -> list[str]:
+    return [entry.path for entry in pruned.deleted]
+
+
+def foreign(pruned: Pruned) -> list[str]:
+    return [entry.path for entry in pruned.foreign]
 
 
 def live_names(storage: Storage) -> list[str]:

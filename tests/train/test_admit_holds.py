@@ -38,11 +38,6 @@ from coherent_ray.train import admit as admit_
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
-def settled(folder: Path, **changes: Any) -> Config:
-    """The configuration of the run in `folder`, which is complete."""
-    return config_for(folder, training__updates=4, **changes)
-
-
 def holds(config: Config) -> list[str]:
     return [entry.path for entry in LocalStorage(config.run.root).list("holds")]
 
@@ -72,7 +67,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch, action: Callable[[int], object]) 
 
 
 def test_what_is_loaded_is_held_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, seen = settled(folder), []
+    config, seen = config_for(folder), []
     meanwhile(monkeypatch, lambda _: seen.extend(holds(config)))
     assert found(config).selected is not None
     (path,) = seen
@@ -85,7 +80,7 @@ def test_a_prune_in_the_middle_of_a_load_leaves_it_alone(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The newest is damaged, and who prunes does not know: he would give up the one before."""
-    config, pruned = settled(folder), []
+    config, pruned = config_for(folder), []
     flip(Left(config).shard("g2-a1"))
 
     def prune(number: int) -> None:
@@ -110,7 +105,7 @@ def test_a_prune_in_the_middle_of_a_load_leaves_it_alone(
 def test_what_was_retired_before_it_could_be_held_is_passed_by(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settled(folder)
+    config = config_for(folder)
     real = admit_._history
 
     def history(*arguments: Any) -> Any:
@@ -129,7 +124,7 @@ def test_what_was_retired_before_it_could_be_held_is_passed_by(
 def test_where_all_went_meanwhile_nobody_starts_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = settled(folder)
+    config = config_for(folder)
     real = admit_._history
 
     def history(*arguments: Any) -> Any:
@@ -146,7 +141,7 @@ def test_where_all_went_meanwhile_nobody_starts_over(
 def test_a_full_storage_is_loaded_from_all_the_same(
     folder: Path, monkeypatch: pytest.MonkeyPatch, effect: str
 ) -> None:
-    config = settled(folder)
+    config = config_for(folder)
     request = open_attempt(config)
     fault = Fault(effect, verb="create", path="holds/", times=9)  # type: ignore[arg-type]
     faulty = FaultyStorage(LocalStorage(config.run.root), [fault])
@@ -161,7 +156,7 @@ def test_a_full_storage_is_loaded_from_all_the_same(
 def test_what_goes_under_a_reader_without_a_hold_is_no_damage(
     folder: Path, monkeypatch: pytest.MonkeyPatch, on_damage: str
 ) -> None:
-    config = settled(folder, checkpoint__on_damage=on_damage)
+    config = config_for(folder, checkpoint__on_damage=on_damage)
     request = open_attempt(config)
     storage = LocalStorage(config.run.root)
     faulty = FaultyStorage(storage, [Fault("refuse", verb="create", path="holds/", times=9)])
@@ -183,7 +178,7 @@ def test_what_goes_under_a_reader_without_a_hold_is_no_damage(
 
 
 def test_damage_is_damage_still(folder: Path) -> None:
-    config = settled(folder, checkpoint__on_damage="refuse")
+    config = config_for(folder, checkpoint__on_damage="refuse")
     flip(Left(config).shard())
     refused(config, ShardDamaged)
     assert holds(config) == []
