@@ -228,6 +228,15 @@ class Checkpoint(Section):
     """Failed saves in a row that training survives."""
     ack_timeout_s: Seconds = 300.0
     """Seconds from the first worker's acknowledgement until a save without the others fails."""
+    keep: Positive | None = None
+    """Newest whole generations to keep; older ones are deleted behind each publish. null: all."""
+    keep_every: Positive | None = None
+    """Besides, for ever, the last generation of each so many updates; null: no more."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield an exception from a rule that is not there."""
+        if self.keep_every is not None and self.keep is None:
+            yield "keep_every", "needs checkpoint.keep; without it all generations are kept"
 
 
 class Cluster(Section):

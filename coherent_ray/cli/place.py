@@ -13,6 +13,7 @@ import click
 
 from coherent_ray import config
 from coherent_ray.commit.references import parse_reference
+from coherent_ray.config import Checkpoint
 from coherent_ray.errors import NotARun
 from coherent_ray.storage import Storage, open_storage
 
@@ -70,8 +71,19 @@ def whole_run(text: str) -> Place:
     return place
 
 
+def checkpoint_of(text: str) -> Checkpoint | None:
+    """Return how the run of a RUN argument saves; None where that is no configuration file.
+
+    Raises:
+        ConfigError: The argument is a configuration file that cannot be used.
+    """
+    return config.load(text).checkpoint if _is_configuration(text) else None
+
+
 def _root_of(text: str) -> str:
+    return config.load(text).run.root if _is_configuration(text) else text
+
+
+def _is_configuration(text: str) -> bool:
     path = Path(text)
-    if path.is_file() or path.suffix in {".yaml", ".yml"}:
-        return config.load(path).run.root
-    return text
+    return path.is_file() or path.suffix in {".yaml", ".yml"}

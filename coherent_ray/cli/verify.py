@@ -41,6 +41,11 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
     found: list[tuple[PublishBody, list[Damage]]] = []
     for publish in _wanted(generations, place, everything=everything):
         damages = generations.verify(publish, deep=not quick)
+        if damages and _is_retired(generations, publish):
+            # Pruned while it was read: what is missing is not missed.
+            if not as_json:
+                show_line(f"{publish.name} (update {publish.update:,}): retired meanwhile")
+            continue
         found.append((publish, damages))
         if not as_json:
             _show(publish, damages, quick=quick)
@@ -55,6 +60,10 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
     if as_json:
         show_json({"whole": not faults, **value})
     return 1 if faults else 0
+
+
+def _is_retired(generations: Generations, publish: PublishBody) -> bool:
+    return (publish.number, publish.attempt) in generations.history().retired
 
 
 def _broken_chain(storage: Storage) -> Damage | None:

@@ -37,6 +37,8 @@ from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, load
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.records import PublishBody
+from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.upkeep import Upkeep
 from coherent_ray.errors import CoherentRayError, StorageError, WrongRun
 from coherent_ray.storage.base import Storage
 
@@ -58,14 +60,23 @@ class Service:
         generation: The newest published generation as JSON, with its timings where this service
             published it; None: there is none, or it is not known yet.
         last_error: What went wrong last, in words; None: nothing has.
+        upkeep: What prunes behind publishes; None: nothing does.
     """
 
-    def __init__(self, run_id: str, open_root: Callable[[], Storage], **options: Any) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        open_root: Callable[[], Storage],
+        *,
+        retention: Policy | None = None,
+        **options: Any,
+    ) -> None:
         """Remember the arguments; the log is read by the first call that needs it.
 
         Args:
             run_id: The run.
             open_root: Opens the run's root; may raise.
+            retention: What to keep; None: nothing is ever pruned.
             options: The machine's, see `Coordinator`.
         """
         self._run_id = run_id
@@ -74,6 +85,7 @@ class Service:
         self.degraded: CoherentRayError | None = StorageError("the commit log is not read yet")
         self.generation: dict[str, Any] | None = None
         self.last_error: str | None = None
+        self.upkeep = Upkeep(retention, self._note_error) if retention else None
         self._machine: Coordinator | None = None
         self._retry_at = 0.0
         self._start: asyncio.Task[None] | None = None
@@ -156,6 +168,8 @@ class Service:
         for future in self._calls.values():
             future.cancel()
         await asyncio.sleep(0)
+        if self.upkeep is not None:
+            await self.upkeep.close()
 
     # --- the log ----------------------------------------------------------------------------------
 
@@ -245,6 +259,9 @@ class Service:
             if event is not None:
                 self._note(action, event, begun)
                 self._handle(event)
+            if isinstance(event, PublishAppended) and self.upkeep is not None:
+                read_back = bool(self._options.get("read_back"))
+                self.upkeep.published(event.key, self._storage, read_back=read_back)
             if isinstance(event, AppendFailed) and event.outcome == "fenced":
                 await self._read_on()
 
@@ -296,6 +313,9 @@ class Service:
         record = history.record_of(latest) if latest else None
         if latest and record:
             self.generation = _described(latest, record.seq, {})
+
+    def _note_error(self, words: str) -> None:
+        self.last_error = words
 
     def _failed(self, number: int, attempt: int, reason: str) -> Fate:
         self.last_error = reason

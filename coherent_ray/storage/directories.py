@@ -9,12 +9,21 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+import time
+import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from coherent_ray.storage.base import TEMPORARY_PREFIX
+
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+#: Exactly the names that this backend gives; whatever else begins like them is not its own.
+TEMPORARY_NAME = re.compile(rf"^{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}$")
 
 
 class Directories:
@@ -73,6 +82,73 @@ class Directories:
         finally:
             os.close(directory)
         return sorted(found, key=lambda entry: entry[0] + ("/" if entry[1] is None else ""))
+
+    def temporaries(self, names: Sequence[str]) -> list[tuple[str, int, float]]:
+        """Return the temporary files in a directory: name, bytes, when they were last touched.
+
+        The time is in seconds, by whoever keeps the file system. A file that is renamed or linked
+        is touched as well, so what was just finished is not old.
+
+        Raises:
+            OSError: As for `open`.
+        """
+        directory = self.open(names)
+        found: list[tuple[str, int, float]] = []
+        try:
+            for name in os.listdir(directory):  # noqa: PTH208 (a descriptor)
+                if not TEMPORARY_NAME.match(name):
+                    continue
+                with suppress(FileNotFoundError):  # its writer has finished
+                    status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode):
+                        touched = max(status.st_mtime, status.st_ctime)
+                        found.append((name, status.st_size, touched))
+        finally:
+            os.close(directory)
+        return sorted(found)
+
+    def now(self) -> float:
+        """Return the time in seconds on the file system's clock, which may not be this machine's.
+
+        A file is made and removed for it. Where that cannot be, this machine's clock must do.
+        """
+        name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+        try:
+            directory = self.open([])
+            try:
+                file = os.open(name, _NEW_FILE, 0o666, dir_fd=directory)
+                try:
+                    return os.fstat(file).st_mtime
+                finally:
+                    os.close(file)
+                    os.unlink(name, dir_fd=directory)
+            finally:
+                os.close(directory)
+        except OSError:
+            return time.time()
+
+    def remove(self, names: Sequence[str]) -> bool:
+        """Remove an empty directory durably; False: it is not there, or not empty.
+
+        Raises:
+            OSError: As the operating system says.
+        """
+        *above, name = names
+        try:
+            directory = self.open(above)
+        except FileNotFoundError:
+            return False
+        try:
+            try:
+                os.rmdir(name, dir_fd=directory)
+            except OSError as error:
+                if error.errno in {errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST}:
+                    return False
+                raise
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+        return True
 
     def _make_root(self) -> None:
         if not self._root.exists():

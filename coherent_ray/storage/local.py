@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import stat
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,11 +23,15 @@ from typing import Self
 from coherent_ray.digests import Buffer
 from coherent_ray.errors import AlreadyExists, NotFound, StorageError
 from coherent_ray.storage.base import TEMPORARY_PREFIX, Entry, checked_path
-from coherent_ray.storage.directories import Directories
+from coherent_ray.storage.directories import TEMPORARY_NAME, Directories
+from coherent_ray.storage.housekeeping import Temporary
 from coherent_ray.storage.reasons import explained
 
 #: Bytes after which a writer asks the kernel to begin writing them to the device.
 _WRITE_BEHIND = 8 << 20
+
+_Names = list[str]  # `list` is a method's name in the class below
+_Temporaries = list[Temporary]
 
 
 class LocalStorage:
@@ -86,12 +90,58 @@ class LocalStorage:
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield the files under a directory, in order of path; see `Storage.list`."""
-        return self._walk(checked_path(prefix).split("/") if prefix else [])
+        return self._walk(_names(prefix))
 
     def delete(self, path: str) -> None:
         """Remove a file durably; nothing happens where there is none."""
         *above, name = checked_path(path).split("/")
+        self._unlink(above, name, self._where(path))
+
+    # --- housekeeping -----------------------------------------------------------------------------
+
+    def directories(self, above: str) -> _Names:
+        """Return the names of the directories in a directory; see `Housekeeping.directories`."""
+        try:
+            with explained(self._where(above)):
+                found = self._directories.scan(_names(above))
+        except NotFound:
+            return []
+        return [name for name, size in found if size is None]
+
+    def temporaries(self, directories: Iterable[str]) -> _Temporaries:
+        """Return the temporary files in some directories; see `Housekeeping.temporaries`."""
+        found: list[tuple[str, int, float]] = []
+        for directory in directories:
+            names = _names(directory)
+            with suppress(NotFound), explained(self._where(directory)):
+                for name, size, touched in self._directories.temporaries(names):
+                    found.append(("/".join([*names, name]), size, touched))
+        if not found:
+            return []
+        now = self._directories.now()
+        return [Temporary(path, size, max(now - touched, 0.0)) for path, size, touched in found]
+
+    def drop_temporary(self, path: str) -> None:
+        """Remove a temporary file durably; see `Housekeeping.drop_temporary`."""
+        *above, name = path.split("/")
+        if not TEMPORARY_NAME.match(name):
+            raise StorageError("this is no temporary file of the storage", where=self._where(path))
+        if above:
+            checked_path("/".join(above))
+        self._unlink(above, name, self._where(path))
+
+    def drop_directory(self, path: str) -> bool:
+        """Remove an empty directory durably; see `Housekeeping.drop_directory`."""
         with explained(self._where(path)):
+            return self._directories.remove(checked_path(path).split("/"))
+
+    # --- leaves -----------------------------------------------------------------------------------
+
+    def _where(self, path: str) -> str:
+        return str(self._root / path)
+
+    def _unlink(self, above: Sequence[str], name: str, where: str) -> None:
+        with explained(where):
             try:
                 directory = self._directories.open(above)
             except FileNotFoundError:
@@ -103,9 +153,6 @@ class LocalStorage:
                 os.fsync(directory)
             finally:
                 os.close(directory)
-
-    def _where(self, path: str) -> str:
-        return str(self._root / path)
 
     def _new_file(self, path: str) -> LocalWriter:
         *above, name = checked_path(path).split("/")
@@ -278,6 +325,10 @@ class LocalWriter:
             os.close(file)
         finally:
             os.close(self._directory)
+
+
+def _names(directory: str) -> list[str]:
+    return checked_path(directory).split("/") if directory else []
 
 
 def _read_full(file: int, start: int, target: memoryview) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import ray
 
+from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.service import Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import open_storage
@@ -24,7 +25,16 @@ Wish = Literal["none", "save", "stop"]
 class CoordinatorActor:
     """The actor's class. All answers are JSON values, all arguments too, or JSON bytes."""
 
-    def __init__(self, run_id: str, root: str, ack_timeout_s: float, read_back: bool) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        root: str,
+        *,
+        ack_timeout_s: float,
+        read_back: bool,
+        keep: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
         """Remember the arguments; the log is read by the first call.
 
         Args:
@@ -32,11 +42,24 @@ class CoordinatorActor:
             root: The run's root, as this process can reach it.
             ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
             read_back: Read every shard again before its generation is published.
+            keep: Whole generations that pruning keeps; None: all.
+            keep_every: Updates of which it keeps one generation for ever; None: of none.
         """
         self._run_id = run_id
         self._root = root
-        self._options: dict[str, Any] = {"ack_timeout_s": ack_timeout_s, "read_back": read_back}
-        self._service = Service(run_id, self._open_root, **self._options)
+        self._options: dict[str, Any] = {
+            "ack_timeout_s": ack_timeout_s,
+            "read_back": read_back,
+            "keep": keep,
+            "keep_every": keep_every,
+        }
+        self._service = Service(
+            run_id,
+            self._open_root,
+            retention=Policy(keep, keep_every),
+            ack_timeout_s=ack_timeout_s,
+            read_back=read_back,
+        )
         self._wish: Wish = "none"
         self._progress: dict[str, Any] = {}
         self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "placement_group": None}

@@ -19,6 +19,7 @@ import torch
 
 from coherent_ray import config as config_
 from coherent_ray.commit.generations import Generations, Selected
+from coherent_ray.commit.holds import holding
 from coherent_ray.commit.log import CommitLog, History
 from coherent_ray.commit.manifest import DataPosition, Manifest
 from coherent_ray.config import Config
@@ -332,15 +333,21 @@ def _select(
     skipped: list[Damage] = []
     for publish in reversed(history.live):
         try:
-            manifest = generations.manifest(publish)
-            state = load_state(storage, manifest)
+            # Held, so that no prune deletes it meanwhile; what was retired already is passed by.
+            with holding(storage, log, publish):
+                manifest = generations.manifest(publish)
+                state = load_state(storage, manifest)
+        except NoGeneration:
+            continue
         except Damage as damage:
+            if (publish.number, publish.attempt) in log.read_on().retired:
+                continue  # nothing was held, and it was retired and deleted under the reader
             if config.checkpoint.on_damage == "refuse":
                 raise
             skipped.append(damage)
             continue
         return Selected(publish, manifest, tuple(skipped)), state
-    if history.publishes and not history.live:
+    if history.publishes and not skipped:
         raise NoGeneration(
             "every generation that this run has published is retired",
             where=storage.uri,

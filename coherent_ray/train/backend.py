@@ -90,6 +90,8 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
         config.run.root,
         ack_timeout_s=config.checkpoint.ack_timeout_s,
         read_back=config.checkpoint.verify == "read_back",
+        keep=config.checkpoint.keep,
+        keep_every=config.checkpoint.keep_every,
     )
     # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)

@@ -41,6 +41,8 @@ def connect(
     *,
     ack_timeout_s: float = ACK_TIMEOUT_S,
     read_back: bool = False,
+    keep: int | None = None,
+    keep_every: int | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Any:
     """Return a handle of the run's coordinator, started if there is none.
@@ -53,12 +55,19 @@ def connect(
         root: The run's root, absolute, reachable from the head node under this very name.
         ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
         read_back: Read every shard again before its generation is published.
+        keep: Whole generations that pruning keeps; None: all.
+        keep_every: Updates of which it keeps one generation for ever; None: of none.
         timeout_s: Seconds to wait for the actor.
 
     Raises:
         ClusterError: The actor did not start, or serves another root.
     """
-    options = {"ack_timeout_s": ack_timeout_s, "read_back": read_back}
+    options = {
+        "ack_timeout_s": ack_timeout_s,
+        "read_back": read_back,
+        "keep": keep,
+        "keep_every": keep_every,
+    }
     handle = _start(run_id, root, options)
     facts = answer(handle.ping.remote(), timeout_s)
     if facts["root"] != root:

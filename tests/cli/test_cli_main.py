@@ -14,7 +14,10 @@ import coherent_ray
 from coherent_ray.cli import INTERRUPTED, main
 from coherent_ray.errors import ConfigError, Fenced, StorageFull
 
-COMMANDS = ["ls", "receipts", "run", "show", "stop", "submit", "validate", "verify"]
+COMMANDS = [
+    "ls", "pin", "prune", "receipts", "run", "show", "stop", "submit", "unpin", "validate",
+    "verify",
+]  # fmt: skip
 READERS = ["ls", "show", "verify", "receipts"]
 
 

@@ -11,7 +11,7 @@ from ranks import Ranks, Shell
 
 import coherent_ray
 from coherent_ray import canonical
-from coherent_ray.commit import generations, history, manifest, records
+from coherent_ray.commit import generations, history, holds, manifest, records
 from coherent_ray.storage import LocalStorage
 
 DOCUMENT = Path(coherent_ray.__file__).parent.parent / "docs" / "formats.md"
@@ -63,7 +63,13 @@ def test_the_reader_on_the_page_reads_a_run_and_finds_damage(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "record",
-    [manifest.GenerationHeader, manifest.ShardRecord, manifest.PlanIdentity, records.PublishBody],
+    [
+        manifest.GenerationHeader,
+        manifest.ShardRecord,
+        manifest.PlanIdentity,
+        records.PublishBody,
+        holds.HoldRecord,
+    ],
 )
 def test_every_field_of_a_record_is_on_the_page(record: type) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")

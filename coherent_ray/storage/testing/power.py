@@ -152,6 +152,11 @@ class Recorder:
         self._directory(dir_fd).change({path: None})
         self._step("unlink")
 
+    def rmdir(self, path: str, *, dir_fd: int) -> None:
+        os.rmdir(path, dir_fd=dir_fd)
+        self._directory(dir_fd).change({path: None})
+        self._step("rmdir")
+
     # --- what a test asks -------------------------------------------------------------------------
 
     def survivors(self, most: int | None = None) -> list[Tree]:

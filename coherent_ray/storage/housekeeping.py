@@ -1,0 +1,48 @@
+"""Housekeeping: what a storage may offer beside its eight verbs, to clear away what is its own.
+
+A writer that is killed leaves a temporary file that no verb can see, and a directory stays when its
+last file goes. Only the storage knows these, so only it can remove them; a storage that leaves
+nothing behind need not offer this. Nothing here can touch a file that has a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Temporary:
+    """A file that somebody was, or is, writing."""
+
+    path: str
+    size: int
+    """Bytes."""
+    idle_s: float
+    """Seconds since its writer last touched it, on the clock of the storage itself."""
+
+
+@runtime_checkable
+class Housekeeping(Protocol):
+    """A storage that can be tidied up. Errors are `StorageError`, as those of the verbs."""
+
+    def directories(self, above: str) -> list[str]:
+        """Return the names of the directories in a directory, in order; none where it is absent."""
+
+    def temporaries(self, directories: Iterable[str]) -> list[Temporary]:
+        """Return the storage's own temporary files in some directories (``""``: the root).
+
+        Not those below them. Ages are told by the storage's clock alone, so that no two clocks are
+        compared; a file from the future has no age.
+        """
+
+    def drop_temporary(self, path: str) -> None:
+        """Remove a temporary file durably; nothing happens where there is none.
+
+        A writer that still lives finds its file gone when it finishes, and fails: never a torn
+        file, at worst a save that must be done again.
+        """
+
+    def drop_directory(self, path: str) -> bool:
+        """Remove an empty directory durably, and return whether it was there and empty."""
