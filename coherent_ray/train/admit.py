@@ -27,7 +27,6 @@ from coherent_ray.data.dataset import DatasetManifest
 from coherent_ray.data.plan import Plan
 from coherent_ray.errors import (
     AdmissionRefused,
-    ClaimRefused,
     CoherentRayError,
     Damage,
     NoGeneration,
@@ -40,8 +39,8 @@ from coherent_ray.storage import open_storage
 from coherent_ray.storage.base import Storage
 from coherent_ray.train import datasets, environment
 from coherent_ray.train.admission import Ticket
+from coherent_ray.train.claims import check_claim
 from coherent_ray.train.receipts import first_link
-from coherent_ray.train.recipe import differences, recipe_of
 from coherent_ray.train.task import Task, load_task
 
 
@@ -179,25 +178,26 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
     storage = open_storage(config.run.root)
     log = CommitLog(storage)
     history = _history(storage, log, request)
-    selected, state = _select(storage, log, history, config)
     dataset = datasets.scan_now(config)
     identity = datasets.identity_of(config, dataset)
     plan = Plan(identity)
-    notes = [passed_over(damage) for damage in selected.skipped] if selected else []
-    position = plan.after(0)
-    if selected is None:
-        if rank == 0:
-            # A later refusal can then say what changed, whoever started the run.
-            datasets.keep(storage, dataset)
-    else:
-        header = selected.manifest.header
-        datasets.check_same(storage, header.plan, identity, dataset)
-        position = header.position
-        notes += check_claim(config, selected.manifest, ranks, facts)
     task = load_task(config.task.factory, config.task.args) if config.task else None
     model = build_model(task, plan) if task is not None else None
-    if selected is not None and model is not None:
-        check_spec(selected.manifest.header.layout, state_spec(model))
+
+    def accept(manifest: Manifest) -> list[str]:
+        header = manifest.header
+        datasets.check_same(storage, header.plan, identity, dataset)
+        told = check_claim(config, manifest, ranks, facts)
+        if model is not None:
+            check_spec(header.layout, state_spec(model))
+        return told
+
+    found = _select(storage, log, history, config, accept)
+    if found is None and rank == 0:
+        # A later refusal can then say what changed, whoever started the run.
+        datasets.keep(storage, dataset)
+    selected = found.selected if found else None
+    position = selected.manifest.header.position if selected else plan.after(0)
     return Admitted(
         config=config,
         run_id=request.run_id,
@@ -213,10 +213,10 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         device=device,
         environment=facts,
         selected=selected,
-        state=state,
+        state=found.state if found else None,
         task=task,
         model=model,
-        notes=tuple(notes),
+        notes=found.notes if found else (),
         directory=request.code_path,
     )
 
@@ -251,59 +251,6 @@ def build_model(task: Task, plan: Plan) -> torch.nn.Module:
     return model
 
 
-def check_claim(config: Config, manifest: Manifest, ranks: int, facts: dict[str, str]) -> list[str]:
-    """Check that a resume keeps what the run claims.
-
-    Returns:
-        What the user should know although the claim allows it.
-
-    Raises:
-        ClaimRefused: The claim would be broken; says by what.
-    """
-    header, claim = manifest.header, config.run.claim
-    if _STRENGTH[claim] > _STRENGTH[header.claim]:
-        raise ClaimRefused(
-            f"run.claim is {claim}, but the history was made under {header.claim}: less was "
-            "promised then",
-            where="run.claim",
-            remedy=f"set run.claim: {header.claim}, or start a new run",
-        )
-    other = differences(header.recipe, recipe_of(config))
-    if other and claim != "statistical":
-        raise ClaimRefused(
-            f"the job changed, and run.claim is {claim}: {'; '.join(other)}",
-            where=other[0].partition(":")[0],
-            remedy="set this back; or go on with run.claim: statistical, under which updates may "
-            "differ; or start a new run under another run.root",
-            details={"changes": other},
-        )
-    changed = differences(header.environment, facts)
-    if header.ranks != ranks and claim == "exact":
-        raise ClaimRefused(
-            f"the rank count changed from {header.ranks} to {ranks}, and run.claim is exact",
-            where="cluster.workers",
-            remedy=f"use {header.ranks} workers, or run.claim: invariant from the start of a run",
-            details={"stored": header.ranks, "now": ranks},
-        )
-    if changed and claim != "statistical":
-        raise ClaimRefused(
-            f"the environment changed, and run.claim is {claim}: {'; '.join(changed)}",
-            where="environment",
-            remedy="resume in the environment that the run was started in, or start a new run "
-            "with run.claim: statistical",
-            details={"changes": changed},
-        )
-    notes = [f"the job changed: {line}" for line in other]
-    notes += [f"environment changed: {line}" for line in changed]
-    if header.ranks != ranks:
-        notes.append(f"rank count changed from {header.ranks} to {ranks}")
-    return notes
-
-
-#: How much a claim promises. A statistical history has no exact past to go on from.
-_STRENGTH = {"statistical": 0, "exact": 1, "invariant": 1}
-
-
 def _history(storage: Storage, log: CommitLog, request: Request) -> History:
     history = log.read()
     if history.run_id != request.run_id:
@@ -322,12 +269,26 @@ def _history(storage: Storage, log: CommitLog, request: Request) -> History:
     return history
 
 
-def _select(
-    storage: Storage, log: CommitLog, history: History, config: Config
-) -> tuple[Selected | None, dict[str, torch.Tensor] | None]:
-    """Return the newest generation that is whole, and its verified tensors.
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A generation to go on from."""
 
-    The first read is the verification: every block is hashed before one byte of it is used.
+    selected: Selected
+    state: dict[str, torch.Tensor]
+    notes: tuple[str, ...]
+
+
+def _select(
+    storage: Storage,
+    log: CommitLog,
+    history: History,
+    config: Config,
+    accept: Callable[[Manifest], list[str]],
+) -> _Found | None:
+    """Return the newest generation that is whole, with its verified tensors; None: a fresh start.
+
+    What can be refused by looking at the manifest is refused before the state is read. The first
+    read is the verification: every block is hashed before one byte of it is used.
     """
     generations = Generations(storage, log)
     skipped: list[Damage] = []
@@ -336,6 +297,7 @@ def _select(
             # Held, so that no prune deletes it meanwhile; what was retired already is passed by.
             with holding(storage, log, publish):
                 manifest = generations.manifest(publish)
+                told = accept(manifest)
                 state = load_state(storage, manifest)
         except NoGeneration:
             continue
@@ -346,7 +308,14 @@ def _select(
                 raise
             skipped.append(damage)
             continue
-        return Selected(publish, manifest, tuple(skipped)), state
+        notes = (*map(passed_over, skipped), *told)
+        return _Found(Selected(publish, manifest, tuple(skipped)), state, notes)
+    _require_fresh(storage, history, skipped)
+    return None
+
+
+def _require_fresh(storage: Storage, history: History, skipped: list[Damage]) -> None:
+    """Return if the run never published anything: only then may it start from the beginning."""
     if history.publishes and not skipped:
         raise NoGeneration(
             "every generation that this run has published is retired",
@@ -361,4 +330,3 @@ def _select(
             remedy="`coherent-ray verify --all` lists the damage; restore the files from a copy",
             details={"damages": [f"{damage.where}: {damage.what}" for damage in skipped]},
         )
-    return None, None
