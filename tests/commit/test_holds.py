@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import pytest
-from runs import MadeRun, paths, run_of
+from retained_runs import MadeRun, paths, run_of
 from test_history import retire
 from turns import interleave
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs import (
+from retained_runs import (
     MadeRun,
     check_live_is_whole,
     deleted,

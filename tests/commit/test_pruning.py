@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from runs import (
+from retained_runs import (
     check_live_is_whole,
     damage,
     deleted,

@@ -11,7 +11,7 @@ import functools
 from pathlib import Path
 
 import pytest
-from runs import check_live_is_whole, damage, live_names, paths, run_of
+from retained_runs import check_live_is_whole, damage, live_names, paths, run_of
 from test_crash_windows import recorded
 from test_history import retire
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from ranks import RUN, Ranks, Shell
-from runs import MadeRun, check_live_is_whole, damage, live_names, paths, run_of
+from retained_runs import MadeRun, check_live_is_whole, damage, live_names, paths, run_of
 from test_history import pin
 from turns import interleave
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ranks import RUN, Ranks
-from runs import MadeRun, live_names, paths
+from retained_runs import MadeRun, live_names, paths
 from test_service import live, until
 
 from coherent_ray.commit import upkeep as upkeep_module
