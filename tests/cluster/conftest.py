@@ -125,11 +125,12 @@ def reference(
                         update.backward(loss_sum, count)
                     update.step()
 
-        result = TorchTrainer(
+        trainer = TorchTrainer(
             train,
             torch_config=coherent_ray.torch_config(config),
             scaling_config=ScalingConfig(num_workers=2),
             run_config=coherent_ray.run_config(config),
-        ).fit()
+        )
+        result = tiny.fit(trainer)
         coordinators.stop(run_id_of(config))
         return OwnRun(config.resolved(), result)

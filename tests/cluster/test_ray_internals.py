@@ -15,6 +15,7 @@ from typing import Any
 import probes
 import pytest
 import ray
+import tiny
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import placement_group_table
@@ -47,7 +48,7 @@ def probed(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """One worker, three starts, no torch."""
     folder = tmp_path_factory.mktemp("probe")
     record = str(folder / "record")
-    with pytest.raises(ray.train.TrainingFailedError) as caught:
+    error = tiny.error_of(
         DataParallelTrainer(
             probes.fail,
             backend_config=probes.ProbeConfig(record=record),
@@ -58,9 +59,10 @@ def probed(ray_cluster: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
                 failure_config=FailureConfig(max_failures=2),
                 callbacks=[probes.ProbeCallback(record)],
             ),
-        ).fit()
+        )
+    )
     starts = probes.noted(record, "start")
-    yield Probed(starts, probes.noted(record, "exception"), caught.value, folder)
+    yield Probed(starts, probes.noted(record, "exception"), error, folder)
     for start in starts:
         if probes.is_held(start["placement_group"]):
             group = ray.PlacementGroupID.from_hex(start["placement_group"])

@@ -18,7 +18,8 @@ from ray.util import placement_group_table
 from rehearsals import Refused, rehearsed, rehearsing
 
 from coherent_ray.commit.generations import Generations
-from coherent_ray.errors import ClaimRefused
+from coherent_ray.drill.strikes import pids_of
+from coherent_ray.errors import ClaimRefused, ClusterError
 from coherent_ray.storage import open_storage
 from coherent_ray.train import coordinators
 from coherent_ray.train import trainer as trainer_module
@@ -35,15 +36,23 @@ BACK_S = 30.0
 
 
 def assert_nothing_is_held() -> None:
-    """Every placement group is removed, and every CPU is free again."""
+    """Every placement group is removed, every process of Ray Train gone, every CPU free again."""
     deadline = time.monotonic() + BACK_S
     while True:
         states = {group["state"] for group in placement_group_table().values()}
         free = ray.available_resources().get("CPU", 0.0)
-        if states <= {"REMOVED"} and free == LOGICAL_CPUS:
+        alive = [target for target in ("worker", "controller") if is_alive(target)]
+        if states <= {"REMOVED"} and free == LOGICAL_CPUS and not alive:
             return
-        assert time.monotonic() < deadline, f"left behind: {states}, {free} CPUs free"
+        assert time.monotonic() < deadline, f"left behind: {states}, {free} CPUs free, {alive}"
         time.sleep(0.1)
+
+
+def is_alive(target: Any) -> bool:
+    try:
+        return bool(pids_of(target))
+    except ClusterError:
+        return False
 
 
 # --- one refusal from end to end ------------------------------------------------------------------
@@ -60,11 +69,11 @@ def test_a_refusal_ends_fit_and_leaves_nothing_behind(
     def train(values: dict[str, Any]) -> None:
         entered.touch()
 
-    with pytest.raises(ControllerError) as caught:
-        make_trainer(config, train).fit()
+    ended = tiny.error_of(make_trainer(config, train))
     coordinators.stop(run_id_of(config))
 
-    error = caught.value.controller_failure
+    assert isinstance(ended, ControllerError)
+    error = ended.controller_failure
     assert type(error) is ClaimRefused
     assert error.what == (
         "every rank refused to start: the rank count changed from 2 to 1, and run.claim is exact"
@@ -114,7 +123,7 @@ def group(
     right = resumed(run__claim="statistical", training__updates=LONGER)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trainer_module, "torch_config", lambda config: rehearsing(config, wrong))
-        result = make_trainer(right).fit()
+        result = tiny.fit(make_trainer(right))
     handle = coordinators.find(run_id_of(right))
     notes = coordinators.answer(handle.status.remote())["notes"]
     yield Rehearsed(root, rehearsed(root), result, notes)

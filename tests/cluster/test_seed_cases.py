@@ -52,7 +52,7 @@ def test_a_worker_killed_after_half_a_shard(
 ) -> None:
     root = tmp_path / "run"
     config = tiny.configured(root, tiny_data)
-    result = make_trainer(config, half_a_shard).fit()
+    result = tiny.fit(make_trainer(config, half_a_shard))
     coordinators.stop(run_id_of(config))
 
     assert deaths_of(root) == {"worker:half-written": "g1-a1"}
@@ -83,7 +83,7 @@ def dying(
         coordinators.connect(
             run_id_of(config), config.run.root, ack_timeout_s=config.checkpoint.ack_timeout_s
         )
-    make_trainer(config).fit()
+    tiny.fit(make_trainer(config))
     yield config
     coordinators.stop(run_id_of(config))
 
@@ -142,7 +142,7 @@ def test_a_run_whose_newest_generation_is_damaged_resumes_before_it(
     flip(root / shard.path, shard.size - 1)
 
     config = tiny.configured(root, tiny_data)
-    result = make_trainer(config).fit()
+    result = tiny.fit(make_trainer(config))
     notes = coordinators.answer(coordinators.find(run_id_of(config)).status.remote())["notes"]
     coordinators.stop(run_id_of(config))
 

@@ -5,6 +5,7 @@ Workers import this module by its name, so nothing in it may need pytest.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+from ray.train import Result, TrainingFailedError
 from torch import Tensor, nn
 
 from coherent_ray import config as config_
@@ -109,6 +111,27 @@ def values(root: Path, data: Path, **changes: Any) -> dict[str, Any]:
 def configured(root: Path, data: Path, **changes: Any) -> Config:
     """The same as a `Config`."""
     return config_.build(values(root, data, **changes))
+
+
+def fit(trainer: Any) -> Result:
+    """Let a trainer fit in a thread: in the main one, Ray takes Ctrl-C and never gives it back.
+
+    With it, it would keep the controller of every run alive.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trainer.fit).result()
+
+
+def error_of(trainer: Any) -> TrainingFailedError:
+    """Fit, and return the error that it must end with.
+
+    Without its traceback, whose frames would keep the controller alive, too.
+    """
+    try:
+        fit(trainer)
+    except TrainingFailedError as error:
+        return error.with_traceback(None)
+    raise AssertionError("it must fail")
 
 
 def selected(root: Path | str) -> str | None:
