@@ -27,6 +27,7 @@ from coherent_ray.commit.manifest import Claim, RunId
 from coherent_ray.config_problems import CONFLICT, Problem, as_error, problems_of
 from coherent_ray.digests import SHARD_ALGORITHM, Algorithm
 from coherent_ray.errors import ConfigError
+from coherent_ray.storage.options import PART_BYTES, StorageOptions, conflicts
 
 FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
 
@@ -85,14 +86,48 @@ class Run(Section):
     """Where the run's history lies, and what it promises."""
 
     root: Text
-    """Directory or file:// address of the run; each run has its own. Relative to the current
-    directory."""
+    """Directory of the run, or its address: file://, s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or
+    az://CONTAINER/PREFIX. Each run has its own. A directory is relative to the current one."""
     run_id: RunId | None = None
     """Name of the run, kept in its history; null: the root's last part."""
     claim: Claim = "invariant"
     """What a resumed run promises. exact: the same bits at the same rank count and environment.
     invariant: the same bits at any rank count up to data.lanes.
     statistical: every example once an epoch, sums may round differently."""
+
+
+class Storage(Section):
+    """How to talk to the object store that holds the run's root; directories need none of it.
+
+    Credentials are taken from the environment of each process, never from here.
+    """
+
+    endpoint: Text | None = None
+    """Address of the store, https://HOST; null: the vendor's own, or what the environment says
+    (AWS_ENDPOINT_URL, GOOGLE_BASE_URL, AZURE_STORAGE_ENDPOINT)."""
+    region: Text | None = None
+    """Region of an S3 bucket; null: what the environment says (AWS_REGION), or us-east-1."""
+    account: Text | None = None
+    """Azure's storage account; null: what the environment says (AZURE_STORAGE_ACCOUNT_NAME)."""
+    allow_http: bool = False
+    """Allow an endpoint without TLS."""
+    part_bytes: Annotated[int, Field(ge=5 * 2**20, le=2**30)] = PART_BYTES
+    """Bytes of one part of a large object. A shard has 10,000 parts at most."""
+    parallel_parts: Annotated[int, Field(ge=1, le=64)] = 4
+    """Parts of a shard that are sent at once; a worker holds these and one more in memory."""
+    timeout_s: Seconds = 60.0
+    """Seconds that one request may take."""
+    retries: Annotated[int, Field(ge=0, le=100)] = 8
+    """How often a request is sent again, with growing pauses between."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield an endpoint that could never be used."""
+        yield from conflicts(self.endpoint, allow_http=self.allow_http)
+
+    @property
+    def options(self) -> StorageOptions:
+        """What `coherent_ray.storage.open_storage` takes."""
+        return StorageOptions(**self.model_dump())
 
 
 class Task(Section):
@@ -278,6 +313,8 @@ class Config(Section):
 
     run: Run
     """Where the run's history lies, and what it promises."""
+    storage: Storage = Storage()
+    """How to talk to the object store that holds the run's root; directories need none of it."""
     task: Task | None = None
     """What is trained; `run` and `submit` need it, a training function of one's own does not."""
     data: Data

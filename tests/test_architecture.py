@@ -24,7 +24,7 @@ BELOW = {
     "commit": {"storage"},
     "state": {"storage", "commit"},
     "data": {"storage", "commit"},
-    "config": {"commit", "config_problems", "yaml_text"},
+    "config": {"commit", "storage", "config_problems", "yaml_text"},
     "config_problems": {"yaml_text"},
     "yaml_text": set(),
     "train": {"storage", "commit", "state", "data", "config"},

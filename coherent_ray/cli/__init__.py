@@ -71,7 +71,7 @@ class Main(click.Group):
 def main() -> None:
     """Train on Ray clusters that fail: whole generations, bit-for-bit resume.
 
-    RUN is a run's directory, its file:// address or its configuration file. RUN@g12 names its
+    RUN is a run's directory, its address or its configuration file. RUN@g12 names its
     generation 12, RUN@g12-a3 the one that attempt 3 published, RUN@latest the latest.
 
     Exit codes: 0 good, 1 the answer is bad (damage, refusal, failure), 2 misuse.

@@ -6,8 +6,7 @@ Neither looks into a shard: that is what ``verify`` is for.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from pathlib import Path
+from datetime import datetime
 from typing import Any
 
 import click
@@ -26,8 +25,9 @@ from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
 from coherent_ray.commit.manifest import Manifest
-from coherent_ray.errors import ManifestDamaged
-from coherent_ray.storage import LocalStorage, Storage
+from coherent_ray.errors import ManifestDamaged, StorageError
+from coherent_ray.storage import Storage
+from coherent_ray.storage.base import Dated
 
 GENERATION_COLUMNS = (
     Column("generation"),
@@ -182,13 +182,12 @@ def _row(storage: Storage, generations: Generations, info: GenerationInfo) -> Ro
 
 def _written_at(storage: Storage, info: GenerationInfo) -> datetime | None:
     # Records hold no clock's word: nobody may decide by one. A file's own time serves people.
-    if not isinstance(storage, LocalStorage):
+    if not isinstance(storage, Dated):
         return None
     try:
-        seconds = (Path(storage.uri) / record_path(info.seq)).stat().st_mtime
-    except OSError:
+        return storage.written_at(record_path(info.seq))
+    except StorageError:
         return None
-    return datetime.fromtimestamp(seconds, UTC)
 
 
 def _size(row: Row) -> int:

@@ -15,7 +15,7 @@ from coherent_ray import config
 from coherent_ray.commit.references import parse_reference
 from coherent_ray.config import Checkpoint
 from coherent_ray.errors import NotARun
-from coherent_ray.storage import Storage, open_storage
+from coherent_ray.storage import Storage, StorageOptions, open_storage
 
 run_argument = click.argument("run", metavar="RUN[@GENERATION]")
 whole_run_argument = click.argument("run", metavar="RUN")
@@ -29,6 +29,8 @@ class Place:
     """Path or address."""
     generation: str | None
     """None where none was named."""
+    options: StorageOptions | None = None
+    """From the configuration file, where one was named; None: as the environment says."""
 
     def open(self) -> Storage:
         """Return the run's storage.
@@ -37,7 +39,7 @@ class Place:
             ConfigError: The address names no place that this version can use.
             NotARun: There is no commit log.
         """
-        storage = open_storage(self.root)
+        storage = open_storage(self.root, self.options)
         if next(iter(storage.list("log")), None) is None:
             raise NotARun(
                 "no run lies here: there is no commit log",
@@ -55,8 +57,8 @@ def place_of(text: str) -> Place:
     """
     reference = parse_reference(text)
     if reference.run in {"", text}:
-        return Place(_root_of(text), None)
-    return Place(_root_of(reference.run), reference.generation)
+        return _place(text, None)
+    return _place(reference.run, reference.generation)
 
 
 def whole_run(text: str) -> Place:
@@ -80,10 +82,13 @@ def checkpoint_of(text: str) -> Checkpoint | None:
     return config.load(text).checkpoint if _is_configuration(text) else None
 
 
-def _root_of(text: str) -> str:
-    return config.load(text).run.root if _is_configuration(text) else text
+def _place(text: str, generation: str | None) -> Place:
+    if not _is_configuration(text):
+        return Place(text, generation)
+    settings = config.load(text)
+    return Place(settings.run.root, generation, settings.storage.options)
 
 
 def _is_configuration(text: str) -> bool:
     path = Path(text)
-    return path.is_file() or path.suffix in {".yaml", ".yml"}
+    return "://" not in text and (path.is_file() or path.suffix in {".yaml", ".yml"})

@@ -15,7 +15,7 @@ from coherent_ray.commit.generations import Generations
 from coherent_ray.config import Config
 from coherent_ray.drill.strikes import Strike, Striker, Struck
 from coherent_ray.state import state_digest
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.train import receipts
 from coherent_ray.train.events import Event
 from coherent_ray.train.identity import run_id_of
@@ -75,8 +75,9 @@ def replay(
     seconds = time.monotonic() - begun
     if striker.left:
         notes.append(f"{striker.left} strikes found no moment")
-    history = history_of(root)
-    generations = Generations(open_storage(root))
+    history = history_of(root, config.storage.options)
+    storage = open_storage(root, config.storage.options)
+    generations = Generations(storage)
     latest = generations.find("latest")
     return Replayed(
         root=root,
@@ -85,7 +86,7 @@ def replay(
         attempts=generations.history().attempt,
         updates=len(history),
         tip=history[-1].digest,
-        state=state_digest(open_storage(root), generations.manifest(latest)),
+        state=state_digest(storage, generations.manifest(latest)),
         seconds=seconds,
         notes=tuple(notes),
     )
@@ -101,11 +102,15 @@ def with_root(config: Config, root: str, workers: int) -> Config:
     )
 
 
-def history_of(root: str) -> list[Receipt]:
+def history_of(root: str, options: StorageOptions | None = None) -> list[Receipt]:
     """Return all receipts that a run has published.
+
+    Args:
+        root: Path or address of the run.
+        options: How to talk to an object store; None: as the environment says.
 
     Raises:
         ReceiptsDamaged: They are not a chain from the first update to the last.
     """
-    storage = open_storage(root)
+    storage = open_storage(root, options)
     return list(receipts.history(storage, Generations(storage).history()))

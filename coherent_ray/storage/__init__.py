@@ -9,20 +9,26 @@ from urllib.parse import unquote, urlsplit
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage.base import Entry, Storage, Writer
 from coherent_ray.storage.local import LocalStorage
+from coherent_ray.storage.options import StorageOptions
 
-__all__ = ["Entry", "LocalStorage", "Storage", "Writer", "open_storage"]
+__all__ = ["Entry", "LocalStorage", "Storage", "StorageOptions", "Writer", "open_storage"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+):/")
 
 
-def open_storage(uri: str) -> Storage:
+def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
     """Return the storage that an address names; nothing is read or made yet.
 
     Args:
-        uri: A path, absolute, relative or under ``~``, or ``file:///an/absolute/path``.
+        uri: A path, absolute, relative or under ``~``; ``file:///an/absolute/path``; or a root in
+            an object store: ``s3://BUCKET/PREFIX``, ``gs://BUCKET/PREFIX``,
+            ``az://CONTAINER/PREFIX``.
+        options: How to talk to an object store; None: as the environment says. Directories need
+            none.
 
     Raises:
-        ConfigError: The address names no place that this version can use.
+        ConfigError: The address names no place that this version can use, or the options do not
+            fit it.
     """
     if not uri.strip() or "\0" in uri:
         raise ConfigError("the root is empty or not a path", where=repr(uri))
@@ -30,11 +36,10 @@ def open_storage(uri: str) -> Storage:
     if scheme is None:
         return LocalStorage(Path(uri).expanduser())
     if scheme[1].lower() != "file":
-        raise ConfigError(
-            "object stores are not supported by this version",
-            where=uri,
-            remedy="Use a path on a POSIX file system that every node of the cluster can reach.",
-        )
+        # Late: whoever stays in directories needs no client of object stores.
+        from coherent_ray.storage.object_store import ObjectStorage
+
+        return ObjectStorage(uri, options)
     parts = urlsplit(uri)
     if parts.netloc not in {"", "localhost"} or not parts.path.startswith("/"):
         raise ConfigError(

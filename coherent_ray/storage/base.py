@@ -16,8 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 from coherent_ray.digests import Buffer
 from coherent_ray.errors import StorageError
@@ -128,6 +129,14 @@ class Storage(Protocol):
 
     def delete(self, path: str) -> None:
         """Remove a file durably; nothing happens where there is none."""
+
+
+@runtime_checkable
+class Dated(Protocol):
+    """A storage that also tells when a file was written: for people, never for a decision."""
+
+    def written_at(self, path: str) -> datetime | None:
+        """Return when a file was written, by the storage's own clock; None: it is not there."""
 
 
 def checked_path(path: str) -> str:

@@ -16,6 +16,7 @@ import stat
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -87,6 +88,14 @@ class LocalStorage:
         """Return a file's size in bytes."""
         with self._open(path) as file:
             return os.fstat(file).st_size
+
+    def written_at(self, path: str) -> datetime | None:
+        """Return when a file was last changed; see `Dated`."""
+        try:
+            with self._open(path) as file:
+                return datetime.fromtimestamp(os.fstat(file).st_mtime, UTC)
+        except NotFound:
+            return None
 
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield the files under a directory, in order of path; see `Storage.list`."""

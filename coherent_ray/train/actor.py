@@ -16,7 +16,7 @@ import ray
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.service import Service
 from coherent_ray.errors import ConfigError
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
 
 Wish = Literal["none", "save", "stop"]
@@ -34,6 +34,7 @@ class CoordinatorActor:
         read_back: bool,
         keep: int | None = None,
         keep_every: int | None = None,
+        storage: dict[str, Any] | None = None,
     ) -> None:
         """Remember the arguments; the log is read by the first call.
 
@@ -44,6 +45,8 @@ class CoordinatorActor:
             read_back: Read every shard again before its generation is published.
             keep: Whole generations that pruning keeps; None: all.
             keep_every: Updates of which it keeps one generation for ever; None: of none.
+            storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as this
+                process's environment says.
         """
         self._run_id = run_id
         self._root = root
@@ -52,6 +55,7 @@ class CoordinatorActor:
             "read_back": read_back,
             "keep": keep,
             "keep_every": keep_every,
+            "storage": dict(storage or {}),
         }
         self._service = Service(
             run_id,
@@ -196,7 +200,7 @@ class CoordinatorActor:
         ray.actor.exit_actor()
 
     def _open_root(self) -> Storage:
-        return open_storage(self._root)
+        return open_storage(self._root, StorageOptions(**self._options["storage"]))
 
     def _identity(self) -> dict[str, Any]:
         degraded = self._service.degraded

@@ -175,7 +175,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         deterministic=config.run.claim != "statistical",
     )
     facts = environment.fingerprint(device)
-    storage = open_storage(config.run.root)
+    storage = open_storage(config.run.root, config.storage.options)
     log = CommitLog(storage)
     history = _history(storage, log, request)
     dataset = datasets.scan_now(config)

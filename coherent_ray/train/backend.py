@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,7 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
         read_back=config.checkpoint.verify == "read_back",
         keep=config.checkpoint.keep,
         keep_every=config.checkpoint.keep_every,
+        storage=asdict(config.storage.options),
     )
     # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)

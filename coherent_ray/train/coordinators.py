@@ -43,6 +43,7 @@ def connect(
     read_back: bool = False,
     keep: int | None = None,
     keep_every: int | None = None,
+    storage: dict[str, Any] | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Any:
     """Return a handle of the run's coordinator, started if there is none.
@@ -57,6 +58,8 @@ def connect(
         read_back: Read every shard again before its generation is published.
         keep: Whole generations that pruning keeps; None: all.
         keep_every: Updates of which it keeps one generation for ever; None: of none.
+        storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as the head
+            node's environment says.
         timeout_s: Seconds to wait for the actor.
 
     Raises:
@@ -67,6 +70,7 @@ def connect(
         "read_back": read_back,
         "keep": keep,
         "keep_every": keep_every,
+        "storage": dict(storage or {}),
     }
     handle = _start(run_id, root, options)
     facts = answer(handle.ping.remote(), timeout_s)

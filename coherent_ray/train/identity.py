@@ -23,7 +23,7 @@ def run_id_of(config: Config) -> str:
         WrongRun: ``run.run_id`` is set, and the root holds another run.
         LogDamaged: The root's commit log cannot be trusted.
     """
-    stored = CommitLog(open_storage(config.run.root)).read().run_id
+    stored = CommitLog(open_storage(config.run.root, config.storage.options)).read().run_id
     wanted = config.run.run_id
     if stored is not None and wanted not in {None, stored}:
         raise WrongRun(

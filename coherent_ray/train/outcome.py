@@ -13,7 +13,7 @@ import ray.train
 from ray.train import Checkpoint, CheckpointUploadMode
 
 from coherent_ray.commit.manifest import generation_directory
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import LocalStorage, Storage, open_storage
 
 if TYPE_CHECKING:
     from coherent_ray.train.session import Session
@@ -24,23 +24,34 @@ def report_outcome(run: Session) -> None:
 
     All ranks must call this.
     """
-    metrics = {**run.progress.metrics, "stopped": run.stopped}
+    metrics = {**run.progress.metrics, "stopped": run.stopped, "address": _address(run)}
     ray.train.report(
         metrics, checkpoint=_checkpoint(run), checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD
     )
 
 
+def _address(run: Session) -> str | None:
+    """Return where the last generation lies: a path, or an address in an object store."""
+    name = run.boundaries.published
+    if name is None:
+        return None
+    number, attempt = name.removeprefix("g").split("-a")
+    return f"{_root(run).uri}/{generation_directory(int(number), int(attempt))}"
+
+
 def _checkpoint(run: Session) -> Checkpoint | None:
     """Return rank 0's checkpoint: the directory of the last generation, inside the run's root.
 
-    None where Ray keeps its files elsewhere: it takes no checkpoint in place outside its own
-    directory, and a run that is done must not fail for that.
+    None where Ray keeps its files elsewhere, as it does for a root in an object store: it takes no
+    checkpoint in place outside its own directory, and a run that is done must not fail for that.
     """
-    name = run.boundaries.published
-    if run.rank != 0 or name is None:
+    address = _address(run)
+    if run.rank != 0 or address is None or not isinstance(_root(run), LocalStorage):
         return None
-    number, attempt = name.removeprefix("g").split("-a")
-    directory = generation_directory(int(number), int(attempt))
-    place = Path(open_storage(run.config.run.root).uri) / directory
+    place = Path(address)
     rays = Path(ray.train.get_context().get_storage().experiment_fs_path)
     return Checkpoint.from_directory(place) if place.is_relative_to(rays) else None
+
+
+def _root(run: Session) -> Storage:
+    return open_storage(run.config.run.root, run.config.storage.options)

@@ -5,22 +5,18 @@ Whatever fails here costs the user seconds, and one clear error, not a cluster's
 
 from __future__ import annotations
 
-import uuid
 from dataclasses import dataclass
 
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
-from coherent_ray.errors import ConfigError, StorageError
+from coherent_ray.errors import ConfigError
 from coherent_ray.storage import open_storage
-from coherent_ray.storage.base import Storage
+from coherent_ray.storage.probe import probe
 from coherent_ray.train import datasets
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.session import total_updates
 from coherent_ray.train.task import call_factory, load_task
-
-#: Where the probe writes; nothing stays.
-PROBE = "probe"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +49,9 @@ def check(config: Config) -> Preflight:
     """
     if config.task is None:
         raise ConfigError("no task is configured", where="task", remedy="set task.factory")
-    storage = open_storage(config.run.root)
+    storage = open_storage(config.run.root, config.storage.options)
     run_id = run_id_of(config)
-    probe(storage)
+    probe(storage, thorough=not CommitLog(storage).read().records)
     load_task(config.task.factory, config.task.args)
     if config.data.prepare is not None:
         call_factory(config.data.prepare.factory, config.data.prepare.args, "data.prepare.factory")
@@ -69,20 +65,3 @@ def check(config: Config) -> Preflight:
         done=latest.update if latest else 0,
         latest=latest.name if latest else None,
     )
-
-
-def probe(storage: Storage) -> None:
-    """Write, read and delete a small file under the root.
-
-    Raises:
-        StorageError: One of these failed.
-    """
-    path, data = f"{PROBE}/{uuid.uuid4().hex}", b"coherent-ray"
-    storage.create(path, data)
-    if storage.read(path) != data:
-        raise StorageError(
-            "the storage gave back other bytes than were written",
-            where=f"{storage.uri}/{path}",
-            remedy="look at this device, or choose another run.root",
-        )
-    storage.delete(path)

@@ -7,6 +7,7 @@ looks at its workers, and Python's imports in the new processes. The first is se
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from coherent_ray.config import Cluster, Config
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import LocalStorage, open_storage
 from coherent_ray.train.backend import FatalErrors, torch_config
+from coherent_ray.train.identity import derived
 from coherent_ray.train.loop import train
 
 #: Ray Train's own bookkeeping. It is written in place; torn, it would keep a run from starting.
@@ -76,18 +78,35 @@ def run_config(config: Config) -> RunConfig:
     """Return the ``run_config`` for Ray's `TorchTrainer` that makes Ray and the run one.
 
     Ray keeps its own files in the run's root, so that a generation can be its checkpoint where it
-    lies; a worker's death is survived as often as ``cluster.max_failures`` says, and an error that
-    a restart would only meet again ends the run at once. What Ray remembers of an earlier start
-    is removed, because Ray cannot start where that is torn, and nothing here depends on it.
+    lies; for a root in an object store, in a new temporary directory. A worker's death is survived
+    as often as ``cluster.max_failures`` says, and an error that a restart would only meet again
+    ends the run at once. What Ray remembers of an earlier start is removed, because Ray cannot
+    start where that is torn, and nothing here depends on it.
 
     Args:
         config: The run's configuration.
     """
-    root = Path(open_storage(config.resolved().run.root).uri)
-    (root / RAY_SNAPSHOT).unlink(missing_ok=True)
+    place = rays_place(config)
+    (place / RAY_SNAPSHOT).unlink(missing_ok=True)
     return RunConfig(
-        name=root.name,
-        storage_path=str(root.parent),
+        name=place.name,
+        storage_path=str(place.parent),
         failure_config=FailureConfig(max_failures=config.cluster.max_failures),
         callbacks=[FatalErrors()],
     )
+
+
+def rays_place(config: Config) -> Path:
+    """Return the directory for Ray Train's own files: the run's root, or a new one.
+
+    Ray writes them in place and remembers in them what happened; in an object store it would need
+    settings and credentials of its own, and nothing here depends on them.
+
+    Args:
+        config: The run's configuration.
+    """
+    config = config.resolved()
+    storage = open_storage(config.run.root, config.storage.options)
+    if isinstance(storage, LocalStorage):
+        return Path(storage.uri)
+    return Path(tempfile.mkdtemp(prefix="coherent-ray-")) / derived(config.run.root)

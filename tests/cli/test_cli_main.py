@@ -86,9 +86,10 @@ def test_a_place_without_a_run(call, tmp_path, name):
 
 @pytest.mark.parametrize("name", READERS)
 def test_an_address_that_is_not_supported(call, name):
-    done = call(name, "s3://bucket/run")
+    done = call(name, "hdfs://host/run")
     assert done.code == 2
-    assert "object stores are not supported" in done.err
+    assert "hdfs is no kind of storage that this version knows" in done.err
+    assert "s3://BUCKET/PREFIX" in done.err
 
 
 @pytest.mark.parametrize("name", READERS)

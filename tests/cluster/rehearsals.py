@@ -25,7 +25,7 @@ from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import CoherentRayError
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.local import LocalStorage
 from coherent_ray.train import admit
 from coherent_ray.train.backend import AdmissionBackend, AdmissionConfig, admit_group, torch_config
@@ -162,7 +162,7 @@ _STAGES: dict[str, Stage] = {
 def see(root: str, other: str) -> None:
     """In a worker: read a root in another place, as if another disk were mounted there."""
 
-    def opened(uri: str) -> LocalStorage:
+    def opened(uri: str, options: StorageOptions) -> LocalStorage:
         return LocalStorage(other if uri == root else uri)
 
     admit.open_storage = opened

@@ -112,6 +112,11 @@ def config_for(folder: Path, **changes: Any) -> Config:
     return config_.build(values_for(folder, **changes)).resolved()
 
 
+def root_of(config: Config) -> Storage:
+    """Return the storage that a configuration's run lies in."""
+    return open_storage(config.run.root, config.storage.options)
+
+
 # --- the coordinator ------------------------------------------------------------------------------
 
 
@@ -171,8 +176,7 @@ class Line:
 @contextmanager
 def coordinating(config: Config, **options: Any) -> Iterator[Coordinator]:
     """Run a coordinator of a configuration's run for the length of a block."""
-    root = config.run.root
-    coordinator = Coordinator(run_id_of(config), lambda: open_storage(root), **options)
+    coordinator = Coordinator(run_id_of(config), lambda: root_of(config), **options)
     try:
         yield coordinator
     finally:
@@ -203,7 +207,7 @@ def admit(config: Config, coordinator: Coordinator, ranks: int = 1) -> list[Tick
 
 def open_attempt(config: Config) -> Request:
     """Open the next attempt as the coordinator does, and return what workers are asked."""
-    log = CommitLog(open_storage(config.run.root))
+    log = CommitLog(root_of(config))
     history = log.read()
     log.open_attempt("small", f"by-hand-{history.attempt}")
     return request_for(config, history.attempt + 1)
@@ -281,7 +285,7 @@ class Left:
     storage: Storage = field(init=False)
 
     def __post_init__(self) -> None:
-        self.storage = open_storage(self.config.run.root)
+        self.storage = root_of(self.config)
 
     @property
     def generations(self) -> list[str]:

@@ -73,7 +73,10 @@ def test_what_is_loaded_is_held_meanwhile(folder: Path, monkeypatch: pytest.Monk
     (path,) = seen
     assert path.startswith("holds/g2-a1-")
     assert holds(config) == []
-    assert not [t for t in threading.enumerate() if t.name.startswith("hold ") and t.is_alive()]
+    renewing = [thread for thread in threading.enumerate() if thread.name.startswith("hold ")]
+    for thread in renewing:
+        thread.join(10)
+        assert not thread.is_alive()
 
 
 def test_a_prune_in_the_middle_of_a_load_leaves_it_alone(
@@ -145,7 +148,7 @@ def test_a_full_storage_is_loaded_from_all_the_same(
     request = open_attempt(config)
     fault = Fault(effect, verb="create", path="holds/", times=9)  # type: ignore[arg-type]
     faulty = FaultyStorage(LocalStorage(config.run.root), [fault])
-    monkeypatch.setattr(admit_, "open_storage", lambda uri: faulty)
+    monkeypatch.setattr(admit_, "open_storage", lambda uri, options: faulty)
     admitted = admit_.find_out(request, 0, 1, admit_._cpu())
     assert admitted.selected is not None
     assert admitted.selected.publish.name == "g2-a1"
@@ -160,7 +163,7 @@ def test_what_goes_under_a_reader_without_a_hold_is_no_damage(
     request = open_attempt(config)
     storage = LocalStorage(config.run.root)
     faulty = FaultyStorage(storage, [Fault("refuse", verb="create", path="holds/", times=9)])
-    monkeypatch.setattr(admit_, "open_storage", lambda uri: faulty)
+    monkeypatch.setattr(admit_, "open_storage", lambda uri, options: faulty)
     went = []
 
     def go(number: int) -> None:

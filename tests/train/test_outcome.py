@@ -32,7 +32,9 @@ def told(
         stopped=True,
         progress=SimpleNamespace(metrics={"update": 7, "loss": 0.5}),
         boundaries=SimpleNamespace(published=published),
-        config=SimpleNamespace(run=SimpleNamespace(root=str(root))),
+        config=SimpleNamespace(
+            run=SimpleNamespace(root=str(root)), storage=SimpleNamespace(options=None)
+        ),
     )
     report_outcome(run)
     (call,) = calls
@@ -41,8 +43,9 @@ def told(
 
 def test_metrics_and_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     call = told(monkeypatch, tmp_path / "run", tmp_path / "run")
-    assert call["metrics"] == {"update": 7, "loss": 0.5, "stopped": True}
-    assert call["checkpoint"].path == str(tmp_path / "run" / "generations" / "g12-a3")
+    place = str(tmp_path / "run" / "generations" / "g12-a3")
+    assert call["metrics"] == {"update": 7, "loss": 0.5, "stopped": True, "address": place}
+    assert call["checkpoint"].path == place
     assert call["checkpoint_upload_mode"] is CheckpointUploadMode.NO_UPLOAD
 
 
@@ -57,7 +60,8 @@ def test_one_rank_names_the_checkpoint_and_all_report(
 def test_a_run_without_a_generation_has_no_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert told(monkeypatch, tmp_path, tmp_path, published=None)["checkpoint"] is None
+    call = told(monkeypatch, tmp_path, tmp_path, published=None)
+    assert (call["checkpoint"], call["metrics"]["address"]) == (None, None)
 
 
 @pytest.mark.parametrize("rays", ["elsewhere", "run2", "run/generations/g1-a1"])

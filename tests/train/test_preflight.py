@@ -17,15 +17,12 @@ from coherent_ray.errors import (
     DataError,
     LogDamaged,
     StorageError,
-    StorageFull,
     TaskError,
     WrongRun,
 )
-from coherent_ray.storage import LocalStorage, open_storage
-from coherent_ray.storage.testing.faults import Fault, FaultyStorage
-from coherent_ray.storage.testing.memory import MemoryStorage
-from coherent_ray.train import datasets, preflight
-from coherent_ray.train.preflight import check, probe
+from coherent_ray.storage import open_storage
+from coherent_ray.train import datasets
+from coherent_ray.train.preflight import check
 
 
 def make_data(path: str, note: str = "") -> None:
@@ -160,41 +157,3 @@ def test_a_log_that_is_damaged(tmp_path: Path) -> None:
     record = tmp_path / "run" / "log" / f"{2:020d}.json"
     record.write_bytes(b"{}")
     assert f"{2:020d}.json" in refused(LogDamaged, tmp_path).where
-
-
-# --- the probe ------------------------------------------------------------------------------------
-
-
-def test_the_probe_leaves_nothing() -> None:
-    storage = MemoryStorage()
-    probe(storage)
-    assert storage.files == {}
-
-
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        (Fault("full", verb="create"), StorageFull),
-        (Fault("refuse", verb="create"), StorageError),
-        (Fault("refuse", verb="read"), StorageError),
-        (Fault("refuse", verb="delete"), StorageError),
-    ],
-)
-def test_the_probe_finds_what_a_save_would_find(fault: Fault, kind: type[StorageError]) -> None:
-    storage = FaultyStorage(MemoryStorage(), [fault])
-    with pytest.raises(kind):
-        probe(storage)
-    assert storage.struck == [fault]
-
-
-def test_a_storage_that_gives_back_something_else_is_found() -> None:
-    storage = FaultyStorage(MemoryStorage(), [Fault("flip", verb="read")])
-    with pytest.raises(StorageError, match="gave back"):
-        probe(storage)
-
-
-def test_two_probes_at_once_do_not_meet(tmp_path: Path) -> None:
-    storage = LocalStorage(tmp_path)
-    storage.create(f"{preflight.PROBE}/somebody-elses", b"")
-    probe(storage)
-    assert [entry.path for entry in storage.list()] == [f"{preflight.PROBE}/somebody-elses"]

@@ -25,8 +25,8 @@ ILLEGAL = [
 CONTENTS = [b"", b"x", bytes(range(256)), b"\0" * 4096, b"ab\r\n" * 100_000]
 
 
-class StorageConformance(ABC):
-    """Inherit, say how to reach behind, and run with pytest."""
+class Reach(ABC):
+    """How the tests reach a backend, and behind it."""
 
     @abstractmethod
     def open(self) -> Storage:
@@ -43,6 +43,75 @@ class StorageConformance(ABC):
     @abstractmethod
     def raw_paths(self) -> set[str]:
         """Return every path that exists, the backend's temporary ones too."""
+
+
+class WriterConformance(Reach):
+    """What a `Writer` must do; for a backend that writes in more than one way, once for each."""
+
+    def test_a_written_file_has_its_name_only_when_finished(self) -> None:
+        storage = self.open()
+        with storage.open_writer("g1/shard") as writer:
+            writer.write(b"head")
+            writer.write(memoryview(b"12345678").cast("i"))
+            assert self.raw_read("g1/shard") is None
+            assert list(storage.list()) == []
+            writer.write(bytearray(b"tail"))
+            writer.finish()
+            assert self.raw_read("g1/shard") == b"head12345678tail"
+        assert self.raw_paths() == {"g1/shard"}
+
+    def test_an_empty_file_can_be_written(self) -> None:
+        with self.open().open_writer("empty") as writer:
+            writer.finish()
+        assert self.raw_read("empty") == b""
+
+    def test_leaving_without_finish_leaves_nothing(self) -> None:
+        with self.open().open_writer("g1/shard") as writer:
+            writer.write(b"some")
+        assert self.raw_paths() == set()
+
+    def test_an_error_on_the_way_leaves_nothing(self) -> None:
+        with pytest.raises(ZeroDivisionError), self.open().open_writer("g1/shard") as writer:
+            writer.write(b"some")
+            raise ZeroDivisionError
+        assert self.raw_paths() == set()
+
+    def test_the_writer_refuses_a_taken_name(self) -> None:
+        storage = self.open()
+        self.raw_write("g1/shard", b"theirs")
+        with pytest.raises(AlreadyExists), storage.open_writer("g1/shard") as writer:
+            writer.write(b"ours")
+            writer.finish()
+        assert self.raw_read("g1/shard") == b"theirs"
+        assert self.raw_paths() == {"g1/shard"}
+
+    def test_of_two_writers_the_first_to_finish_wins(self) -> None:
+        storage = self.open()
+        with storage.open_writer("shard") as one, storage.open_writer("shard") as two:
+            one.write(b"one")
+            two.write(b"two")
+            two.finish()
+            with pytest.raises(AlreadyExists):
+                one.finish()
+        assert self.raw_read("shard") == b"two"
+        assert self.raw_paths() == {"shard"}
+
+    def test_a_finished_writer_takes_no_more(self) -> None:
+        with self.open().open_writer("shard") as writer:
+            writer.write(b"some")
+            writer.finish()
+            with pytest.raises(StorageError):
+                writer.write(b"more")
+            with pytest.raises(StorageError):
+                writer.finish()
+        assert self.raw_read("shard") == b"some"
+
+
+class StorageConformance(WriterConformance):
+    """Inherit, say how to reach behind, and run with pytest."""
+
+    #: Whether a name is either a file's or a directory's. Object stores have no directories.
+    directories = True
 
     # --- create -----------------------------------------------------------------------------------
 
@@ -129,66 +198,6 @@ class StorageConformance(ABC):
             assert len(seen) == 10_000
             assert len(set(seen)) == 1
         thread.join()
-
-    # --- the writer -------------------------------------------------------------------------------
-
-    def test_a_written_file_has_its_name_only_when_finished(self) -> None:
-        storage = self.open()
-        with storage.open_writer("g1/shard") as writer:
-            writer.write(b"head")
-            writer.write(memoryview(b"12345678").cast("i"))
-            assert self.raw_read("g1/shard") is None
-            assert list(storage.list()) == []
-            writer.write(bytearray(b"tail"))
-            writer.finish()
-            assert self.raw_read("g1/shard") == b"head12345678tail"
-        assert self.raw_paths() == {"g1/shard"}
-
-    def test_an_empty_file_can_be_written(self) -> None:
-        with self.open().open_writer("empty") as writer:
-            writer.finish()
-        assert self.raw_read("empty") == b""
-
-    def test_leaving_without_finish_leaves_nothing(self) -> None:
-        with self.open().open_writer("g1/shard") as writer:
-            writer.write(b"some")
-        assert self.raw_paths() == set()
-
-    def test_an_error_on_the_way_leaves_nothing(self) -> None:
-        with pytest.raises(ZeroDivisionError), self.open().open_writer("g1/shard") as writer:
-            writer.write(b"some")
-            raise ZeroDivisionError
-        assert self.raw_paths() == set()
-
-    def test_the_writer_refuses_a_taken_name(self) -> None:
-        storage = self.open()
-        self.raw_write("g1/shard", b"theirs")
-        with pytest.raises(AlreadyExists), storage.open_writer("g1/shard") as writer:
-            writer.write(b"ours")
-            writer.finish()
-        assert self.raw_read("g1/shard") == b"theirs"
-        assert self.raw_paths() == {"g1/shard"}
-
-    def test_of_two_writers_the_first_to_finish_wins(self) -> None:
-        storage = self.open()
-        with storage.open_writer("shard") as one, storage.open_writer("shard") as two:
-            one.write(b"one")
-            two.write(b"two")
-            two.finish()
-            with pytest.raises(AlreadyExists):
-                one.finish()
-        assert self.raw_read("shard") == b"two"
-        assert self.raw_paths() == {"shard"}
-
-    def test_a_finished_writer_takes_no_more(self) -> None:
-        with self.open().open_writer("shard") as writer:
-            writer.write(b"some")
-            writer.finish()
-            with pytest.raises(StorageError):
-                writer.write(b"more")
-            with pytest.raises(StorageError):
-                writer.finish()
-        assert self.raw_read("shard") == b"some"
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -301,12 +310,25 @@ class StorageConformance(ABC):
             list(self.open().list(path))
 
     def test_a_file_cannot_be_a_directory_too(self) -> None:
+        if not self.directories:
+            pytest.skip("this storage has no directories")
         storage = self.open()
         storage.create("a/b", b"x")
         for path in ("a/b/c", "a"):
             with pytest.raises(StorageError):
                 storage.create(path, b"y")
         assert self.raw_paths() == {"a/b"}
+
+    def test_without_directories_names_are_only_names(self) -> None:
+        if self.directories:
+            pytest.skip("this storage has directories")
+        storage = self.open()
+        for path in ("a/b", "a/b/c", "a"):
+            storage.create(path, path.encode())
+        assert [e.path for e in storage.list()] == ["a", "a/b", "a/b/c"]
+        assert [e.path for e in storage.list("a/b")] == ["a/b/c"]
+        storage.delete("a/b")
+        assert storage.read("a/b/c") == b"a/b/c"
 
     def test_plain_names_may_hold_anything_else(self) -> None:
         for path in ["a b/c:d", "ünï/漢字", "~", "-rf", "...", "g1-a1/shard-00000-of-00002.x"]:
