@@ -13,4 +13,6 @@ check() {
 check ruff check .
 check ruff format --check .
 check mypy
+# Where it cannot be installed it says so, and the tests of Azure are skipped.
+bash scripts/azurite.sh || true
 check pytest "$@"

@@ -9,7 +9,7 @@ durable. All verbs may be called from any thread.
 Errors are those of `coherent_ray.errors`: `NotFound`, `AlreadyExists`, `StorageFull`, or
 `StorageError` with the path and the operating system's reason. ``details["errno"]`` has the symbol
 of the operating system's error where there is one; ``EIO`` from a read means that the medium has
-lost these bytes, any other that nobody could look.
+lost these bytes, any other that nobody could look. ``details["status"]`` has an object store's.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ class Storage(Protocol):
         | free | the file exists with exactly these bytes |
         | taken, whoever took it | `AlreadyExists`; what is stored is untouched, and durable |
         | free, and the machine dies | afterwards the file is absent, or whole |
-        | free, and the answer is lost (object stores) | `StorageError`; the caller reads back |
+        | free, and the answer is lost (object stores) | the storage reads back what is there |
+        | free, and nobody answers any more | `StorageError`; the file may yet be found |
 
         Raises:
             AlreadyExists: The name is taken.

@@ -4,6 +4,7 @@ import errno
 import os
 import pickle
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from coherent_ray.errors import AlreadyExists, NotFound, StorageError, StorageFull
 from coherent_ray.storage import LocalStorage, directories, local
-from coherent_ray.storage.base import TEMPORARY_PREFIX
+from coherent_ray.storage.base import TEMPORARY_PREFIX, Dated
 
 
 class Refusing:
@@ -323,3 +324,13 @@ def test_files_get_the_rights_that_the_user_asks_for(tmp_path: Path) -> None:
     finally:
         os.umask(old)
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+
+
+def test_when_a_file_was_written_is_for_people(tmp_path: Path) -> None:
+    storage = LocalStorage(tmp_path)
+    assert isinstance(storage, Dated)
+    storage.create("log/1", b"x")
+    os.utime(tmp_path / "log" / "1", (1e9, 1e9))
+    assert storage.written_at("log/1") == datetime.fromtimestamp(1e9, UTC)
+    for path in ("log/2", "log", "nothing/1"):
+        assert storage.written_at(path) is None
