@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,8 +81,12 @@ def dying(
     with pytest.MonkeyPatch.context() as patch:
         # The workers' gate looks for the coordinator by name, and finds this one.
         patch.setattr(coordinators, "CoordinatorActor", DyingCoordinator)
+        # With the very options that the gate asks for: other ones would replace it.
         coordinators.connect(
-            run_id_of(config), config.run.root, ack_timeout_s=config.checkpoint.ack_timeout_s
+            run_id_of(config),
+            config.run.root,
+            ack_timeout_s=config.checkpoint.ack_timeout_s,
+            storage=asdict(config.storage.options),
         )
     tiny.fit(make_trainer(config))
     yield config
