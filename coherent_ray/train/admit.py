@@ -41,6 +41,7 @@ from coherent_ray.train import datasets, environment
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
 from coherent_ray.train.receipts import first_link
+from coherent_ray.train.resumable import passed_over
 from coherent_ray.train.task import Task, load_task
 
 
@@ -219,11 +220,6 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         notes=found.notes if found else (),
         directory=request.code_path,
     )
-
-
-def passed_over(damage: Damage) -> str:
-    """Return in words that a generation was passed over, and what of it is damaged."""
-    return f"passed over a damaged generation: {damage.where}: {damage.what}"
 
 
 def build_model(task: Task, plan: Plan) -> torch.nn.Module:

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import FrameType
 from typing import Any
 
@@ -67,6 +68,7 @@ class Driver:
         """
         config = self._config
         before = preflight.check(config)
+        self._note(before.notes)
         if before.complete:
             self._finished(before, stopped=False)
             return
@@ -93,6 +95,7 @@ class Driver:
             if self._stop_asked.is_set():
                 raise Interrupted("stopped before another controller was started")
         after = preflight.check(self._config)
+        self._note(after.notes)
         self._finished(after, stopped=not after.complete)
 
     def _fit(self, run_id: str) -> bool:
@@ -139,12 +142,17 @@ class Driver:
             self._saves[save["name"]] = save
         self._placement = status.get("placement_group") or self._placement
         notes = status.get("notes") or []
-        for note in notes:
-            if note not in self._last_notes:
-                self._tell(Event("note", note))
-        self._last_notes = notes
+        self._note(notes)
         self._tell(Event("progress", facts=status))
         return True
+
+    def _note(self, notes: Iterable[str]) -> None:
+        """Tell what was not told just before: preflight and admission find the same damage."""
+        now = list(notes)
+        for note in now:
+            if note not in self._last_notes:
+                self._tell(Event("note", note))
+        self._last_notes = now or self._last_notes
 
     def _free_placement(self) -> None:
         """Give back what a dead controller held; nobody else does where there is no dashboard."""

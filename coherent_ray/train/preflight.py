@@ -13,7 +13,7 @@ from coherent_ray.data.plan import Plan
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.probe import probe
-from coherent_ray.train import datasets
+from coherent_ray.train import datasets, resumable
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.session import total_updates
 from coherent_ray.train.task import call_factory, load_task
@@ -27,9 +27,11 @@ class Preflight:
     updates: int
     """Updates of the whole run."""
     done: int
-    """Updates that the latest published generation holds."""
+    """Updates that the generation to resume from holds."""
     latest: str | None
-    """The latest published generation."""
+    """The generation to resume from: the newest that is whole."""
+    notes: tuple[str, ...] = ()
+    """What the user should know although it is no reason to stop."""
 
     @property
     def complete(self) -> bool:
@@ -46,6 +48,8 @@ def check(config: Config) -> Preflight:
         ConfigError: The configuration cannot be run; or a subclass that says what is wrong.
         StorageError: The root cannot be written.
         LogDamaged: The root's commit log cannot be trusted.
+        Damage: The latest generation is damaged, and ``checkpoint.on_damage`` is ``refuse``.
+        NoGeneration: No published generation is whole.
     """
     if config.task is None:
         raise ConfigError("no task is configured", where="task", remedy="set task.factory")
@@ -58,10 +62,12 @@ def check(config: Config) -> Preflight:
     dataset = datasets.scan_now(config)
     datasets.keep(storage, dataset)
     plan = Plan(datasets.identity_of(config, dataset))
-    latest = CommitLog(storage).read().latest
+    updates = total_updates(config, plan.updates_per_epoch)
+    found = resumable.find(storage, CommitLog(storage), config.checkpoint.on_damage, updates)
     return Preflight(
         run_id=run_id,
-        updates=total_updates(config, plan.updates_per_epoch),
-        done=latest.update if latest else 0,
-        latest=latest.name if latest else None,
+        updates=updates,
+        done=found.publish.update if found.publish else 0,
+        latest=found.publish.name if found.publish else None,
+        notes=found.notes,
     )

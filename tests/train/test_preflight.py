@@ -8,20 +8,22 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_run import config_for, stop_at, train, values_for, write_data
+from small_run import Left, config_for, flip, stop_at, train, values_for, write_data
 
 from coherent_ray import config as config_
 from coherent_ray.errors import (
     CoherentRayError,
     ConfigError,
+    Damage,
     DataError,
     LogDamaged,
+    NoGeneration,
     StorageError,
     TaskError,
     WrongRun,
 )
 from coherent_ray.storage import open_storage
-from coherent_ray.train import datasets
+from coherent_ray.train import datasets, resumable
 from coherent_ray.train.preflight import check
 
 
@@ -157,3 +159,90 @@ def test_a_log_that_is_damaged(tmp_path: Path) -> None:
     record = tmp_path / "run" / "log" / f"{2:020d}.json"
     record.write_bytes(b"{}")
     assert f"{2:020d}.json" in refused(LogDamaged, tmp_path).where
+
+
+# --- a run that looks complete --------------------------------------------------------------------
+
+
+def harm(shard: Path, how: str) -> None:
+    match how:
+        case "deleted":
+            for file in shard.parent.iterdir():
+                file.unlink()
+        case "missing":
+            shard.unlink()
+        case "short":
+            shard.write_bytes(shard.read_bytes()[:-1])
+        case "flipped":
+            flip(shard)
+        case "manifest":
+            flip(shard.parent / "manifest.json", 100)
+
+
+@pytest.mark.parametrize("how", ["deleted", "missing", "short", "flipped", "manifest"])
+def test_a_damaged_end_is_trained_again(tmp_path: Path, how: str) -> None:
+    config = config_for(tmp_path)
+    before = train(config).chain()
+    harm(Left(config).shard(), how)
+    found = check(config)
+    assert (found.done, found.latest, found.complete) == (4, "g2-a1", False)
+    assert "passed over a damaged generation: generations/g3-a1/" in found.notes[0]
+    left = train(config)
+    assert left.generations[-1] == "g4-a2"
+    assert left.chain() == before
+    found = check(config)
+    assert (found.latest, found.complete, found.notes) == ("g4-a2", True, ())
+
+
+@pytest.mark.parametrize("how", ["missing", "flipped", "manifest"])
+def test_a_damaged_end_is_refused_where_the_configuration_says_so(tmp_path: Path, how: str) -> None:
+    config = config_for(tmp_path, checkpoint__on_damage="refuse")
+    train(config)
+    harm(Left(config).shard(), how)
+    with pytest.raises(Damage, match="g3-a1 is not whole") as caught:
+        check(config)
+    assert caught.value.where.startswith("generations/g3-a1/")
+    assert "fall_back" in caught.value.remedy
+    assert caught.value.exit_code == 1
+
+
+def test_nothing_that_is_whole_is_not_complete(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    left = train(config)
+    for name in left.generations:
+        flip(left.shard(name))
+    error = refused(NoGeneration, tmp_path)
+    assert "none of 3 published generations is whole" in error.what
+    assert len(error.details["damages"]) == 3  # type: ignore[arg-type]
+
+
+def test_the_generation_that_is_told_is_the_one_that_is_resumed(tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    left = train(config, stop_at(3))
+    assert left.generations == ["g1-a1", "g2-a1"]
+    flip(left.shard())
+    found = check(config)
+    assert (found.done, found.latest) == (2, "g1-a1")
+
+
+def test_a_huge_end_is_looked_at_by_size_and_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "READ_IF_COMPLETE", 0)
+    config = config_for(tmp_path)
+    left = train(config)
+    found = check(config)
+    assert found.complete
+    assert "`coherent-ray verify` reads every byte" in found.notes[0]
+    left.shard().write_bytes(b"short")
+    assert check(config).latest == "g2-a1"
+
+
+def test_a_large_state_to_go_on_from_is_left_to_admission(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resumable, "SOON_READ", 0)
+    config = config_for(tmp_path)
+    flip(train(config, stop_at(3)).shard())
+    found = check(config)
+    assert (found.latest, found.notes) == ("g2-a1", ())
