@@ -37,6 +37,8 @@ class Ticket:
     sampler_digest: str = ""
     state_spec: str = ""
     """Digest of names, dtypes and shapes of the model; empty: known only once it is tracked."""
+    code: dict[str, str] = field(default_factory=dict)
+    """Digest of each module of the user's that the job computes from."""
     environment: dict[str, str] = field(default_factory=dict)
     next_number: int = 0
     """Number of the next generation."""
@@ -68,6 +70,7 @@ _REMEDIES: dict[str, str] = {
     "data position": "report this: the same history gave two positions",
     "sampler": "install the same version of coherent-ray and numpy on every node",
     "model": "the task must build the same model on every rank: look for a rank-dependent size",
+    "code": "put the same version of the task's source on every node",
     "environment": "use the same software and hardware on every node, or run.claim: statistical",
 }
 
@@ -94,9 +97,10 @@ def judge(tickets: Sequence[Ticket], expected: Expected, *, same_environment: bo
     _agree(tickets, "dataset", lambda t: t.dataset_hash)
     _agree(tickets, "data position", lambda t: (t.plan, t.position))
     _agree_on_samplers(tickets)
+    _agree_by_name(tickets, "code", lambda t: t.code)
     _agree(tickets, "model", lambda t: t.state_spec or "none")
     if same_environment:
-        _agree_on_environment(tickets)
+        _agree_by_name(tickets, "environment", lambda t: t.environment)
 
 
 def _raise_refusals(tickets: Sequence[Ticket]) -> None:
@@ -168,13 +172,14 @@ def _agree_on_samplers(tickets: Sequence[Ticket]) -> None:
             _refuse(ticket, "sampler", ticket.sampler_digest, f"the controller derives {own}")
 
 
-def _agree_on_environment(tickets: Sequence[Ticket]) -> None:
-    names = sorted({name for t in tickets for name in t.environment})
-    for name in names:
+def _agree_by_name(
+    tickets: Sequence[Ticket], what: str, facts: Callable[[Ticket], dict[str, str]]
+) -> None:
+    for name in sorted({name for t in tickets for name in facts(t)}):
         _agree(
             tickets,
-            "environment",
-            lambda t, n=name: f"{n}={t.environment.get(n, 'absent')}",  # type: ignore[misc]
+            what,
+            lambda t, n=name: f"{n}={facts(t).get(n, 'absent')}",  # type: ignore[misc]
         )
 
 

@@ -40,9 +40,10 @@ from coherent_ray.storage.base import Storage
 from coherent_ray.train import datasets, environment
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
+from coherent_ray.train.code import NO_CODE, Code, code_of
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.resumable import passed_over
-from coherent_ray.train.task import Task, load_task
+from coherent_ray.train.task import Task, load_factory, load_task
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Admitted:
     dataset: DatasetManifest
     device: torch.device
     environment: dict[str, str]
+    code: Code
+    """What the job computes from: its own modules, and the packages that these import."""
     selected: Selected | None
     """The generation to resume from; None: the run has none yet."""
     state: dict[str, torch.Tensor] | None
@@ -83,6 +86,8 @@ class Request:
     """The driver's current directory: its modules are looked at last, where it exists."""
     run_id: str
     attempt: int
+    code: Code = NO_CODE
+    """Of the user's own training function, as the driver sees it."""
 
 
 _admitted: Admitted | None = None
@@ -153,6 +158,7 @@ def describe(admitted: Admitted, blank: Ticket) -> Ticket:
         dataset_hash=admitted.dataset.hash,
         sampler_digest=admitted.plan.sampler_digest(admitted.position, blank.rank, blank.ranks),
         state_spec=spec_digest(state_spec(admitted.model)) if admitted.model is not None else "",
+        code=admitted.code.modules,
         environment=admitted.environment,
         next_number=admitted.next_number,
         position=admitted.position,
@@ -175,7 +181,6 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         threads=config.training.threads,
         deterministic=config.run.claim != "statistical",
     )
-    facts = environment.fingerprint(device)
     storage = open_storage(config.run.root, config.storage.options)
     log = CommitLog(storage)
     history = _history(storage, log, request)
@@ -183,12 +188,14 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
     identity = datasets.identity_of(config, dataset)
     plan = Plan(identity)
     task = load_task(config.task.factory, config.task.args) if config.task else None
+    code = request.code | task_code(config)
+    facts = environment.fingerprint(device) | environment.versions(code.libraries)
     model = build_model(task, plan) if task is not None else None
 
     def accept(manifest: Manifest) -> list[str]:
         header = manifest.header
         datasets.check_same(storage, header.plan, identity, dataset)
-        told = check_claim(config, manifest, ranks, facts)
+        told = check_claim(config, manifest, ranks, facts, code)
         if model is not None:
             check_spec(header.layout, state_spec(model))
         return told
@@ -213,13 +220,31 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         dataset=dataset,
         device=device,
         environment=facts,
+        code=code,
         selected=selected,
         state=found.state if found else None,
         task=task,
         model=model,
-        notes=found.notes if found else (),
+        notes=(*_unseen(config, code), *(found.notes if found else ())),
         directory=request.code_path,
     )
+
+
+def task_code(config: Config) -> Code:
+    """Return what the configured task computes from; nothing where there is none."""
+    if config.task is None:
+        return NO_CODE
+    factory = config.task.factory
+    return code_of(load_factory(factory, "task.factory"), factory.partition(":")[0])
+
+
+def _unseen(config: Config, code: Code) -> list[str]:
+    """Return a note where a claim cannot be held against edits."""
+    if code.modules or config.run.claim == "statistical":
+        return []
+    whose = "training function" if config.task is None else "task"
+    how = "; name it: torch_config(config, function)" if config.task is None else ""
+    return [f"the source of the {whose} is not known, so an edit goes unnoticed{how}"]
 
 
 def build_model(task: Task, plan: Plan) -> torch.nn.Module:

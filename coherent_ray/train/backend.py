@@ -12,7 +12,7 @@ a test guards (``tests/cluster/test_ray_internals.py``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from coherent_ray.errors import AdmissionTimeout, CoherentRayError, PeerLost, Tr
 from coherent_ray.train import coordinators
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Request, take_ticket
+from coherent_ray.train.code import NO_CODE, Code, code_of
 from coherent_ray.train.identity import run_id_of
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class AdmissionConfig(TorchConfig):  # type: ignore[misc]
     """The whole configuration, as plain values."""
     code_path: str = ""
     """Directory from which the driver imports the task; workers look there too."""
+    code: Code = NO_CODE
+    """What the training function computes from, where it is the user's own."""
 
     @property
     def backend_cls(self) -> type[AdmissionBackend]:
@@ -64,15 +67,20 @@ class AdmissionConfig(TorchConfig):  # type: ignore[misc]
         return AdmissionBackend
 
 
-def torch_config(config: Config) -> AdmissionConfig:
+def torch_config(config: Config, function: Callable[..., object] | None = None) -> AdmissionConfig:
     """Return the ``torch_config`` for Ray's `TorchTrainer` that admits every worker first.
 
     Args:
         config: The run's configuration.
+        function: The training function, where it is one's own: the source of its module, and of
+            the modules beside it that this imports, becomes part of what a resume compares.
     """
     values = config.resolved().model_dump(mode="json")
     return AdmissionConfig(
-        timeout_s=int(config.cluster.collective_timeout_s), run=values, code_path=str(Path.cwd())
+        timeout_s=int(config.cluster.collective_timeout_s),
+        run=values,
+        code_path=str(Path.cwd()),
+        code=code_of(function) if function is not None else NO_CODE,
     )
 
 
@@ -97,7 +105,9 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)
     attempt = coordinators.answer(coordinator.open_attempt.remote(token))
-    request = Request(backend_config.run, backend_config.code_path, run_id, attempt)
+    request = Request(
+        backend_config.run, backend_config.code_path, run_id, attempt, backend_config.code
+    )
     tickets = _tickets(worker_group, request, config.cluster.admission_timeout_s)
     expected = Expected(run_id, attempt, len(tickets))
     judge(tickets, expected, same_environment=config.run.claim != "statistical")

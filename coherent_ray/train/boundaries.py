@@ -104,7 +104,7 @@ class Boundaries:
             # Through JSON and back: a later change of a live value must not reach this header.
             values=canonical.load(canonical.dump(state.values)),
             environment=admitted.environment,
-            recipe=recipe_of(admitted.config),
+            recipe=recipe_of(admitted.config, admitted.code),
             receipt_tip=self._chain.tip,
             receipts=segment.record if segment else None,
         )

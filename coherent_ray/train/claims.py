@@ -8,14 +8,25 @@ from __future__ import annotations
 from coherent_ray.commit.manifest import Manifest
 from coherent_ray.config import Config
 from coherent_ray.errors import ClaimRefused
-from coherent_ray.train.recipe import differences, recipe_of
+from coherent_ray.train.code import NO_CODE, Code
+from coherent_ray.train.environment import LIBRARY
+from coherent_ray.train.recipe import CODE, differences, recipe_of
 
 #: How much a claim promises. A statistical history has no exact past to go on from.
 _STRENGTH = {"statistical": 0, "exact": 1, "invariant": 1}
 
 
-def check_claim(config: Config, manifest: Manifest, ranks: int, facts: dict[str, str]) -> list[str]:
+def check_claim(
+    config: Config, manifest: Manifest, ranks: int, facts: dict[str, str], code: Code = NO_CODE
+) -> list[str]:
     """Check that a resume keeps what the run claims.
+
+    Args:
+        config: The run's configuration.
+        manifest: Of the generation that it would go on from.
+        ranks: Ranks of this attempt.
+        facts: The environment fingerprint of this process.
+        code: What the job computes from.
 
     Returns:
         What the user should know although the claim allows it.
@@ -31,16 +42,18 @@ def check_claim(config: Config, manifest: Manifest, ranks: int, facts: dict[str,
             where="run.claim",
             remedy=f"set run.claim: {header.claim}, or start a new run",
         )
-    other = differences(header.recipe, recipe_of(config))
+    stored, now, notes = _comparable(header.recipe, recipe_of(config, code), CODE)
+    other = differences(stored, now)
     if other and claim != "statistical":
         raise ClaimRefused(
             f"the job changed, and run.claim is {claim}: {'; '.join(other)}",
             where=other[0].partition(":")[0],
-            remedy="set this back; or go on with run.claim: statistical, under which updates may "
-            "differ; or start a new run under another run.root",
+            remedy=f"{_put_back(other)}; or go on with run.claim: statistical, under which updates "
+            "may differ; or start a new run under another run.root",
             details={"changes": other},
         )
-    changed = differences(header.environment, facts)
+    before, here, _ = _comparable(header.environment, facts, LIBRARY)
+    changed = differences(before, here)
     if header.ranks != ranks and claim == "exact":
         raise ClaimRefused(
             f"the rank count changed from {header.ranks} to {ranks}, and run.claim is exact",
@@ -56,8 +69,33 @@ def check_claim(config: Config, manifest: Manifest, ranks: int, facts: dict[str,
             "with run.claim: statistical",
             details={"changes": changed},
         )
-    notes = [f"the job changed: {line}" for line in other]
+    notes += [f"the job changed: {line}" for line in other]
     notes += [f"environment changed: {line}" for line in changed]
     if header.ranks != ranks:
         notes.append(f"rank count changed from {header.ranks} to {ranks}")
     return notes
+
+
+def _comparable(
+    stored: dict[str, str], now: dict[str, str], prefix: str
+) -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """Return both sides without the keys of a kind that one side knows nothing of, and a note.
+
+    An older version stored none; a task without source (interactive, compiled) has none.
+    """
+    kinds = [any(key.startswith(prefix) for key in side) for side in (stored, now)]
+    if all(kinds) or not any(kinds):
+        return stored, now, []
+    left = [{k: v for k, v in side.items() if not k.startswith(prefix)} for side in (stored, now)]
+    whose = "now" if kinds[0] else "when the generation was saved"
+    return left[0], left[1], [f"the source of the task was not known {whose}: it is not compared"]
+
+
+def _put_back(changes: list[str]) -> str:
+    edited = [
+        line.partition(":")[0].removeprefix(CODE) for line in changes if line.startswith(CODE)
+    ]
+    if not edited:
+        return "set this back"
+    kind = "module" if len(edited) == 1 else "modules"
+    return f"put the source of {kind} {', '.join(edited)} back as it was (comments do not matter)"

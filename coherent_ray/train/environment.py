@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Mapping
 
 import torch
 
@@ -24,6 +25,10 @@ DISPATCH_VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "OPENBLAS_CORETYPE",
 )
+
+
+#: Facts that are versions of what the task imports.
+LIBRARY = "library:"
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
@@ -47,6 +52,15 @@ def fingerprint(device: torch.device) -> dict[str, str]:
             "tf32": str(torch.backends.cuda.matmul.allow_tf32),
         }
     return facts
+
+
+def versions(libraries: Mapping[str, str]) -> dict[str, str]:
+    """Return the facts that the packages a task imports are, by name.
+
+    Args:
+        libraries: Their versions.
+    """
+    return {f"{LIBRARY}{name}": version for name, version in libraries.items()}
 
 
 def prepare(device: torch.device, *, threads: int, deterministic: bool) -> None:

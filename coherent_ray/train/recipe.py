@@ -1,6 +1,7 @@
 """The recipe: the settings that decide what an update does, beside the data and the environment.
 
-A learning-rate schedule depends on the length of the run, an update on optimizer and task.
+A learning-rate schedule depends on the length of the run, an update on optimizer and task: on the
+task's settings, and on its source.
 Another recipe is another job, so it goes into every generation, and admission compares it.
 How often a run saves, on how many workers and where, is not part of it.
 """
@@ -11,16 +12,25 @@ from typing import Any
 
 from coherent_ray import canonical
 from coherent_ray.config import Config
+from coherent_ray.train.code import NO_CODE, Code
 
-#: Settings of ``training`` that the environment fingerprint covers.
-_ELSEWHERE = {"threads", "device"}
+#: Settings that decide no update, or that the environment fingerprint covers.
+_ELSEWHERE = {"training.threads", "training.device", "training.on_nonfinite", "task.folder"}
+#: Keys of a recipe that tell from which source the task is; see `coherent_ray.train.code`.
+CODE = "code."
 
 
-def recipe_of(config: Config) -> dict[str, str]:
-    """Return the settings by dotted key, each value as canonical JSON."""
+def recipe_of(config: Config, code: Code = NO_CODE) -> dict[str, str]:
+    """Return the settings by dotted key, each value as canonical JSON.
+
+    Args:
+        config: The run's configuration.
+        code: What the job computes from.
+    """
     values = config.model_dump(mode="json", include={"task", "training", "optimizer"})
-    values["training"] = {k: v for k, v in values["training"].items() if k not in _ELSEWHERE}
-    return dict(sorted(_flat("", values).items()))
+    settings = {k: v for k, v in _flat("", values).items() if k not in _ELSEWHERE}
+    modules = {f"{CODE}{name}": f'"{digest}"' for name, digest in code.modules.items()}
+    return dict(sorted((settings | modules).items()))
 
 
 def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:

@@ -64,7 +64,7 @@ def make_trainer(
     return TorchTrainer(
         function,
         train_loop_config=config.model_dump(mode="json"),
-        torch_config=torch_config(config),
+        torch_config=torch_config(config, function),
         scaling_config=ScalingConfig(
             num_workers=cluster.workers,
             use_gpu=cluster.use_gpu,

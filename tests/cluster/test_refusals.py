@@ -122,7 +122,9 @@ def group(
     }
     right = resumed(run__claim="statistical", training__updates=LONGER)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trainer_module, "torch_config", lambda config: rehearsing(config, wrong))
+        patch.setattr(
+            trainer_module, "torch_config", lambda config, function: rehearsing(config, wrong)
+        )
         result = tiny.fit(make_trainer(right))
     handle = coordinators.find(run_id_of(right))
     notes = coordinators.answer(handle.status.remote())["notes"]

@@ -106,6 +106,7 @@ DISAGREEMENTS = [
         "threads=4",
         "ranks 0 and 2 have threads=1",
     ),
+    ("code", {"code": {"task": "blake3:cc"}}, "task=blake3:cc", "ranks 0 and 2 have task=absent"),
     (
         "environment",
         {"environment": {"torch": "2.13.0"}},
