@@ -220,6 +220,9 @@ class Training(Section):
     """Autocast precision of forward and backward; fp16 brings a gradient scaler."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the gradient; null: no clipping."""
+    on_nonfinite: Literal["stop", "go_on"] = "stop"
+    """What a NaN or an infinity in the loss or the gradient does. stop: the run ends before the
+    step, and its latest generation is from before it. go_on: the step is taken, and it is told."""
     threads: Annotated[int, Field(ge=1, le=1_024)] = 1
     """CPU threads of torch in each worker; part of what decides the bits."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

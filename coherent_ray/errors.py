@@ -162,6 +162,10 @@ class TrainingFailed(CoherentRayError):
     """The training function, or the machinery round it, ended the run."""
 
 
+class NotFinite(TrainingFailed):
+    """A loss, gradient or parameter is NaN or infinite: every rank stops before it is saved."""
+
+
 class ClusterError(CoherentRayError):
     """Ray is not reachable, or has not what the run needs."""
 

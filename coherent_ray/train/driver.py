@@ -141,7 +141,7 @@ class Driver:
         for save in status["progress"].get("saves", []):
             self._saves[save["name"]] = save
         self._placement = status.get("placement_group") or self._placement
-        notes = status.get("notes") or []
+        notes = [*(status.get("notes") or []), *(status["progress"].get("notes") or [])]
         self._note(notes)
         self._tell(Event("progress", facts=status))
         return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from coherent_ray.train.boundaries import Boundaries
@@ -14,6 +16,10 @@ if TYPE_CHECKING:
 
 #: Weight of the newest update in the moving rate.
 _NEWEST = 0.2
+#: Notes of an attempt that are kept for whoever looks.
+_NOTES = 16
+
+logger = logging.getLogger(__name__)
 
 
 class Progress:
@@ -27,8 +33,19 @@ class Progress:
         self._resumed_at = done
         self._last = time.monotonic()
         self._rate = 0.0
+        self._is_poisoned = False
+        self._notes: deque[str] = deque(maxlen=_NOTES)
         self.metrics: dict[str, Any] = {"update": done, "updates": total}
         """Of the last update; what Ray Train gets at the end."""
+
+    def not_finite(self, update: int, what: str) -> None:
+        """Take in what is not finite in an update; empty: nothing. The first of a row is told."""
+        if what and not self._is_poisoned:
+            note = f"update {update} is not finite: {what}; training goes on (on_nonfinite: go_on)"
+            self._notes.append(note)
+            if self._rank == 0:
+                logger.warning(note)
+        self._is_poisoned = bool(what)
 
     def update(self, update: Update, tip: str, boundaries: Boundaries, *, ended: bool) -> None:
         """Take in a finished update.
@@ -63,5 +80,6 @@ class Progress:
                 "saves": [describe(saved) for saved in saves],
                 "stalls_s": stalls,
                 "ended": ended,
+                "notes": list(self._notes),
             }
             self._line.report(shown, now=ended)

@@ -48,6 +48,8 @@ class Reduced:
 
     loss_sum: float
     """Sum over all accepted examples or tokens, float64, along the same tree."""
+    losses: tuple[float, ...]
+    """Sum over each lane; the same on every rank."""
     count: int
     """Examples or tokens that it is over."""
     wishes: int
@@ -178,6 +180,7 @@ class LaneReducer:
         gradients = self._exchange(outcome)
         return Reduced(
             loss_sum=tree_sum(outcome.losses),
+            losses=outcome.losses,
             count=sum(outcome.counts),
             wishes=outcome.wishes,
             gradients=gradients,

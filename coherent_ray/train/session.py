@@ -35,12 +35,13 @@ from coherent_ray.data.loader import LoadedUpdate, Loader
 from coherent_ray.errors import (
     CoherentRayError,
     ConfigError,
+    NotFinite,
     PeerLost,
     StateMismatch,
     TrainingFailed,
 )
 from coherent_ray.state.capture import State, capture, check_spec, restore, state_spec
-from coherent_ray.train import agreement, datasets, hooks
+from coherent_ray.train import agreement, datasets, finite, hooks
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
@@ -194,6 +195,8 @@ class Session:
         ended = self.stopped or number == self.updates_total
         due = number % self.config.checkpoint.every_updates == 0
         if due or ended or wishes & WISH_SAVE:
+            if self.config.training.on_nonfinite == "stop":
+                finite.require_parameters(self.model, number)
             self.boundaries.save(self.position, self.capture())
         if ended:
             self.boundaries.finish(self.position, self.capture())
@@ -240,7 +243,8 @@ class Session:
                 if place := own_line(error):
                     error.add_note(place)
         finally:
-            self.boundaries.close(wait=error is None)
+            # A number that is none stops all ranks alike: they can finish the save before it.
+            self.boundaries.close(wait=error is None or isinstance(error, NotFinite))
         if error is None:
             report_outcome(self)
 

@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from coherent_ray.data.loader import LoadedUpdate
 from coherent_ray.errors import TaskError, TrainingFailed
+from coherent_ray.train import finite
 from coherent_ray.train.reduce import Reduced
 
 if TYPE_CHECKING:
@@ -124,6 +125,7 @@ class Update:
         Raises:
             TaskError: Not all microbatches were taken, or it was stepped before.
             TrainingFailed: A rank failed in this update, or nothing was accepted in it.
+            NotFinite: It is not finite, and ``training.on_nonfinite`` is ``stop``.
             PeerLost: Another rank is gone.
         """
         session = self._session
@@ -182,6 +184,7 @@ class Update:
         if scaler:
             scaler.unscale_(optimizer)
         self.grad_norm = self._clip()
+        self._require_finite(reduced)
         before = scaler.get_scale() if scaler else 0.0
         if scaler:
             scaler.step(optimizer)
@@ -192,6 +195,20 @@ class Update:
         if session.scheduler is not None and not skipped:
             _step_scheduler(session.scheduler, reduced.loss_sum / reduced.count)
         return skipped
+
+    def _require_finite(self, reduced: Reduced) -> None:
+        """Stop before a step that would poison the state; or tell of it, as is configured."""
+        session = self._session
+        what = finite.in_words(
+            reduced.loss_sum / reduced.count,
+            self.grad_norm,
+            reduced.losses,
+            session.ranks,
+            scaled=bool(session.scaler and session.scaler.is_enabled()),
+        )
+        if what and session.config.training.on_nonfinite == "stop":
+            raise finite.stopped(self.number, what)
+        session.progress.not_finite(self.number, what)
 
     def _clip(self) -> float:
         parameters = [p for p in self._session.model.parameters() if p.grad is not None]
