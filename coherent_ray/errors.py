@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+_TO_DO = "\nWhat to do: "
+
 
 class CoherentRayError(Exception):
     """The root of the tree.
@@ -31,6 +33,9 @@ class CoherentRayError(Exception):
         remedy: str = "",
         details: dict[str, object] | None = None,
     ) -> None:
+        # An error is often told by another: then what to do is said once, by the one that knows.
+        what, *inner = what.split(_TO_DO)
+        remedy = inner[0] if inner else remedy
         super().__init__(what)
         self.what = what
         self.where = where
@@ -38,13 +43,17 @@ class CoherentRayError(Exception):
         self.details = details or {}
 
     def __str__(self) -> str:
-        parts = [f"{self.where}: {self.what}" if self.where else self.what]
-        if self.remedy:
-            parts.append(f"What to do: {self.remedy}")
-        return "\n".join(parts)
+        named = not self.where or _begins_with(self.what, self.where)
+        text = self.what if named else f"{self.where}: {self.what}"
+        return f"{text}{_TO_DO}{self.remedy}" if self.remedy else text
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.where, self.remedy, self.details)
+
+
+def _begins_with(what: str, where: str) -> bool:
+    """Whether a sentence names its place already."""
+    return what.startswith(where) and not what[len(where) : len(where) + 1].isalnum()
 
 
 def _rebuild(

@@ -72,6 +72,32 @@ def test_prints_without_place_or_remedy(kind):
 
 
 @parametrize
+def test_an_error_that_tells_another_says_what_to_do_once(kind):
+    inner = kind("the loss has no gradient", where="task.py:7", remedy="return loss.sum()")
+    outer = kind(f"update 2 failed: {inner}", where="rank 0", remedy="see the log")
+    assert str(outer) == (
+        "rank 0: update 2 failed: task.py:7: the loss has no gradient\n"
+        "What to do: return loss.sum()"
+    )
+    assert str(kind(f"again: {outer}")).count("What to do") == 1
+    assert outer.args == (outer.what,)
+
+
+@parametrize
+@pytest.mark.parametrize(
+    ("where", "what", "text"),
+    [
+        ("rank 0", "rank 0: KeyError: 'x'", "rank 0: KeyError: 'x'"),
+        ("rank 0", "rank 0 is late", "rank 0 is late"),
+        ("rank 1", "rank 10 is late", "rank 1: rank 10 is late"),
+        ("update 2", "update 2", "update 2"),
+    ],
+)
+def test_a_place_is_said_once(kind, where, what, text):
+    assert str(kind(what, where=where)) == text
+
+
+@parametrize
 def test_exit_code_is_two_for_misuse_alone(kind):
     assert kind.exit_code == (2 if kind.__name__ in MISUSE else 1)
     assert (kind.exit_code == 2) == issubclass(kind, ConfigError)

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from coherent_ray import config as config_
 from coherent_ray.config import Config
 from coherent_ray.errors import ConfigError
+from coherent_ray.train import losses
 from coherent_ray.train.admit import build_model, current
 from coherent_ray.train.session import Session, session
 from coherent_ray.train.task import Task, WithOptimizer, WithScheduler
@@ -36,7 +37,8 @@ def train(values: dict[str, Any]) -> None:
         run.track(model, optimizer, make_scheduler(task, optimizer, run.updates_total))
         for update in run.updates():
             for micro in update.microbatches():
-                loss_sum, count = task.loss(run.model, micro.batch)
+                loss_sum, count = losses.pair_of(task.loss(run.model, micro.batch), task.loss)
+                losses.check(loss_sum, count, run.device, losses.place_of(task.loss))
                 update.backward(loss_sum, count)
             update.step()
 

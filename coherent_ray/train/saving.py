@@ -120,7 +120,8 @@ class Saver:
         self._failures = self._failures + 1 if fate.kind == "failed" else 0
         if self._failures > self._options.max_failed_saves:
             raise SaveFailed(
-                f"{self._failures} saves in a row failed, the last one because {fate.reason}",
+                f"{self._failures} saves in a row failed, one more than "
+                f"checkpoint.max_failed_saves allows; the last one because {fate.reason}",
                 where=f"generation {fate.name}",
                 remedy="mend what is named here and run again: the run resumes at its latest "
                 "generation, which is untouched",

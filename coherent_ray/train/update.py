@@ -18,7 +18,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from coherent_ray.data.loader import LoadedUpdate
 from coherent_ray.errors import TaskError, TrainingFailed
-from coherent_ray.train import finite
+from coherent_ray.train import finite, losses
 from coherent_ray.train.reduce import Reduced
 
 if TYPE_CHECKING:
@@ -112,7 +112,8 @@ class Update:
                 "backward was called outside a microbatch",
                 remedy="call update.backward inside the loop over update.microbatches()",
             )
-        count = _checked(loss_sum, count)
+        where = losses.calling_line(1)
+        count = losses.check(loss_sum, count, self._session.device, where)
         self._losses.setdefault(lane, []).append(loss_sum.detach())
         self._counts[lane] = self._counts.get(lane, 0) + count
         scaler = self._session.scaler
@@ -171,9 +172,9 @@ class Update:
             )
 
     def _reduce(self, wishes: int) -> Reduced:
-        losses = {lane: _total(parts) for lane, parts in self._losses.items()}
+        sums = {lane: _total(parts) for lane, parts in self._losses.items()}
         self.voted = True
-        return self._session.reducer.finish(losses, self._counts, wishes)
+        return self._session.reducer.finish(sums, self._counts, wishes)
 
     def _optimize(self, reduced: Reduced) -> bool:
         """Step with the mean gradient; return whether the scaler skipped the step."""
@@ -245,31 +246,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def _checked(loss_sum: Tensor, count: int) -> int:
-    if not isinstance(loss_sum, Tensor) or loss_sum.numel() != 1 or not loss_sum.requires_grad:
-        raise TaskError(
-            f"the loss must be a scalar tensor with a gradient, not {_described(loss_sum)}",
-            remedy="return (loss.sum(), count) from the task's loss",
-        )
-    try:
-        number = int(count)
-        whole = bool(number == count) and number >= 0
-    except (TypeError, ValueError, OverflowError):
-        whole = False
-    if not whole:
-        raise TaskError(
-            f"the count of examples or tokens must be a whole number, not {count!r}",
-            remedy="return how many examples or tokens the loss is summed over",
-        )
-    return number
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}, requires_grad={value.requires_grad}"
-    return type(value).__name__
 
 
 def _total(parts: Sequence[Tensor]) -> float:
