@@ -137,6 +137,8 @@ class Task(Section):
     """package.module:Name of a class or function that makes the task."""
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments for the factory."""
+    folder: Text | None = None
+    """Where its modules are looked for after the current directory; null: beside this file."""
 
 
 class Prepare(Section):
@@ -304,9 +306,15 @@ class Cluster(Section):
     """Seconds between Ray's looks at the workers: decides how fast a death is seen."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield settings of a local cluster that is not started."""
+        """Yield settings of a local cluster that is not started, and GPUs that nobody uses."""
         if self.address is not None and self.num_cpus is not None:
             yield "num_cpus", "is for a local cluster; cluster.address names another"
+        gpus = self.resources_per_worker.get("GPU")
+        if gpus is not None and (gpus > 0) != self.use_gpu:
+            yield (
+                "resources_per_worker.GPU",
+                f"{gpus:g} contradicts use_gpu: {self.use_gpu}".lower(),
+            )
 
 
 class Config(Section):
@@ -358,7 +366,7 @@ class Config(Section):
         Args:
             directory: What relative paths are relative to; empty: the current directory.
         """
-        source, prepare = self.data.source, self.data.prepare
+        source, prepare, task = self.data.source, self.data.prepare, self.task
         names = {path: _absolute(path, directory) for path in source.paths}
         paths = [names[path] for path in source.paths]
         source = source.model_copy(update={"paths": paths})
@@ -366,7 +374,9 @@ class Config(Section):
             prepare = prepare.model_copy(update={"args": _renamed(prepare.args, names)})
         data = self.data.model_copy(update={"source": source, "prepare": prepare})
         run = self.run.model_copy(update={"root": _absolute(self.run.root, directory)})
-        return self.model_copy(update={"run": run, "data": data})
+        if task is not None and task.folder is not None:
+            task = task.model_copy(update={"folder": _absolute(task.folder, directory)})
+        return self.model_copy(update={"run": run, "data": data, "task": task})
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -389,7 +399,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
             where=str(path),
             remedy="name a YAML file that exists and is readable",
         ) from error
-    return parse(text, overrides, where=str(path))
+    return _with_folder(parse(text, overrides, where=str(path)), Path(path).parent)
 
 
 def parse(text: str, overrides: Sequence[str] = (), *, where: str = "configuration") -> Config:
@@ -448,6 +458,13 @@ def _absolute(path: str, directory: str | Path) -> str:
     if "://" in path:
         return path
     return str((Path(directory) / Path(path).expanduser()).absolute())
+
+
+def _with_folder(config: Config, folder: Path) -> Config:
+    task = config.task
+    if task is not None and task.folder is None:
+        task = task.model_copy(update={"folder": str(folder.absolute())})
+    return config.model_copy(update={"task": task})
 
 
 def _renamed(value: Any, names: Mapping[str, str]) -> Any:

@@ -230,6 +230,16 @@ WRONG = [
         "cluster.num_cpus",
         "is for a local cluster",
     ),
+    (
+        changed(cluster__resources_per_worker={"GPU": 1.0}),
+        "cluster.resources_per_worker.GPU",
+        "1 contradicts use_gpu: false",
+    ),
+    (
+        changed(cluster__use_gpu=True, cluster__resources_per_worker={"GPU": 0.0}),
+        "cluster.resources_per_worker.GPU",
+        "0 contradicts use_gpu: true",
+    ),
     (changed(cluter={"workers": 2}), "cluter", "is not a known key"),
 ]  # fmt: skip
 

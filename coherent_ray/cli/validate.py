@@ -43,24 +43,57 @@ def load_job(path: str, overrides: Sequence[str]) -> Config:
 @click.argument("path", metavar="CONFIG", type=click.Path(), required=False)
 @set_option
 @click.option("--schema", is_flag=True, help="Print the JSON Schema of a configuration instead.")
+@click.option("--settings-only", is_flag=True, help="Neither import the task nor look at the data.")
 @json_option
-def validate(path: str | None, overrides: tuple[str, ...], schema: bool, as_json: bool) -> int:
+def validate(
+    path: str | None,
+    overrides: tuple[str, ...],
+    schema: bool,
+    settings_only: bool,
+    as_json: bool,
+) -> int:
     """Check CONFIG and print it with every default filled in.
 
-    Names every setting that is wrong, all at once. Neither imports the task nor touches the data.
+    Names every setting that is wrong, all at once; then, what the settings name: makes the task,
+    looks at the data's files, and asks whether a local Ray can have what the workers need. Nothing
+    is written, and the run's root is not touched.
     """
     if schema:
         show_json(config.schema())
         return 0
     if path is None:
         raise click.UsageError("name a CONFIG, or ask for --schema")
-    values = load_job(path, overrides).model_dump(mode="json")
+    settings = load_job(path, overrides)
+    if not settings_only:
+        _require_what_is_named(settings, path)
+    values = settings.model_dump(mode="json")
     if as_json:
         show_json(values)
         return 0
     show_line(f"# {path} is valid. With every default filled in:", style="good")
     show_text(yaml.safe_dump(values, sort_keys=False, allow_unicode=True).rstrip(), "yaml")
     return 0
+
+
+def _require_what_is_named(settings: Config, path: str) -> None:
+    """Return if task, data and resources are there.
+
+    Raises:
+        ConfigError: They are not; names all that is missing.
+    """
+    from coherent_ray.train.preflight import faults
+
+    found = faults(settings)
+    if len(found) == 1:
+        raise found[0]
+    if found:
+        lines = [f"{error.where}: {error.what} ({error.remedy})" for error in found]
+        problems = [{"key": e.where, "message": e.what, "suggestion": e.remedy} for e in found]
+        raise ConfigError(
+            "\n  ".join([f"{len(found)} things are wrong:", *lines]),
+            where=path,
+            details={"problems": problems},
+        )
 
 
 COMMANDS = (validate,)

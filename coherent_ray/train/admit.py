@@ -8,7 +8,6 @@ task) stays in the process for the session, so that nothing is read or verified 
 from __future__ import annotations
 
 import socket
-import sys
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from coherent_ray.train.claims import check_claim
 from coherent_ray.train.code import NO_CODE, Code, code_of
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.resumable import passed_over
-from coherent_ray.train.task import Task, load_factory, load_task
+from coherent_ray.train.task import Task, load_factory, load_task, look_in
 
 
 @dataclass(slots=True)
@@ -174,8 +173,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         CoherentRayError: This rank cannot, or must not, take part.
     """
     config = config_.build(request.config)
-    if request.code_path not in sys.path and Path(request.code_path).is_dir():
-        sys.path.append(request.code_path)
+    look_in(request.code_path, *task_folders(config, request.code_path))
     environment.prepare(
         device,
         threads=config.training.threads,
@@ -228,6 +226,19 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         notes=(*_unseen(config, code), *(found.notes if found else ())),
         directory=request.code_path,
     )
+
+
+def task_folders(config: Config, code_path: str) -> list[str]:
+    """Return where a task's modules may lie, beside the driver's current directory.
+
+    A cluster that was sent that directory has it under another name: so the folder is looked for
+    below this process's own current directory as well.
+    """
+    folder = config.task.folder if config.task else None
+    if folder is None:
+        return []
+    below = Path(folder).is_relative_to(code_path) if code_path else False
+    return [folder, *([str(Path.cwd() / Path(folder).relative_to(code_path))] if below else [])]
 
 
 def task_code(config: Config) -> Code:

@@ -5,7 +5,11 @@ Whatever fails here costs the user seconds, and one clear error, not a cluster's
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
@@ -16,7 +20,14 @@ from coherent_ray.storage.probe import probe
 from coherent_ray.train import datasets, resumable
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.session import total_updates
-from coherent_ray.train.task import call_factory, load_task
+from coherent_ray.train.task import call_factory, load_factory, load_task, look_in
+
+_KEYS = {"GPU": "cluster.use_gpu", "CPU": "cluster.num_cpus"}
+_REMEDIES = {
+    "GPU": "set cluster.use_gpu: false or fewer cluster.workers, look at CUDA_VISIBLE_DEVICES and "
+    "the driver, or name a cluster that has them: cluster.address",
+    "CPU": "raise cluster.num_cpus, or leave it out: then there are as many as the workers need",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,8 @@ def check(config: Config) -> Preflight:
     """
     if config.task is None:
         raise ConfigError("no task is configured", where="task", remedy="set task.factory")
+    check_resources(config)
+    look_in(str(Path.cwd()), config.task.folder or "")
     storage = open_storage(config.run.root, config.storage.options)
     run_id = run_id_of(config)
     probe(storage, thorough=not CommitLog(storage).read().records)
@@ -70,4 +83,65 @@ def check(config: Config) -> Preflight:
         done=found.publish.update if found.publish else 0,
         latest=found.publish.name if found.publish else None,
         notes=found.notes,
+    )
+
+
+def faults(config: Config) -> list[ConfigError]:
+    """Return all that is wrong with what a configuration names; changes nothing anywhere.
+
+    Looks at what a start looks at first: resources, task, and data, as far as its files are there.
+    Data that `data.prepare` has yet to make is not missed. Bytes are not read, only structure.
+    """
+    found: list[ConfigError] = []
+
+    def tried(step: Callable[[], object]) -> None:
+        try:
+            step()
+        except ConfigError as error:
+            found.append(error)
+
+    look_in(str(Path.cwd()), (config.task.folder if config.task else None) or "")
+    tried(lambda: check_resources(config))
+    task, prepare = config.task, config.data.prepare
+    if task is not None:
+        tried(lambda: load_task(task.factory, task.args))
+    if prepare is not None:
+        tried(lambda: load_factory(prepare.factory, "data.prepare.factory"))
+    if prepare is None or all(map(_is_there, config.data.source.paths)):
+        data = config.data.model_copy(update={"verify": "structure"})
+        tried(lambda: datasets.scan_now(config.model_copy(update={"data": data})))
+    return found
+
+
+def _is_there(path: str) -> bool:
+    return Path(path).exists()
+
+
+def check_resources(config: Config) -> None:
+    """Check that a local Ray can have what the workers need; it would wait for it for ever.
+
+    CPUs are only counted, never measured: a local Ray claims as many as its workers need.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    cluster = config.cluster
+    if cluster.address is not None:
+        return
+    need = {name: each * cluster.workers for name, each in cluster.resources_per_worker.items()}
+    if cluster.use_gpu:
+        need.setdefault("GPU", float(cluster.workers))
+    have = {"GPU": float(torch.cuda.device_count()), "memory": 0.0, "object_store_memory": 0.0}
+    if cluster.num_cpus is not None:
+        have["CPU"] = float(cluster.num_cpus)
+    short = [name for name in need if need[name] > have.get(name, need[name])]
+    if not short:
+        return
+    name = short[0]
+    workers = "1 worker needs" if cluster.workers == 1 else f"{cluster.workers} workers need"
+    raise ConfigError(
+        f"{workers} {need[name]:g} {name}, and a local Ray has {have[name]:g} here",
+        where=_KEYS.get(name, f"cluster.resources_per_worker.{name}"),
+        remedy=_REMEDIES.get(name, "leave it out; a local Ray does not portion this"),
+        details={"resource": name, "needed": need[name], "here": have[name]},
     )

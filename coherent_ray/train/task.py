@@ -14,6 +14,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
@@ -189,10 +190,21 @@ def load_factory(factory: str, key: str) -> Callable[..., object]:
     return found
 
 
+def look_in(*folders: str) -> None:
+    """Let modules be imported from some directories, too, after all others; those that are there.
+
+    Args:
+        folders: Absolute; empty ones are passed over.
+    """
+    for folder in folders:
+        if folder and folder not in sys.path and Path(folder).is_dir():
+            sys.path.append(folder)
+
+
 def _import(name: str, where: str) -> object:
     here = os.getcwd()  # noqa: PTH109 - sys.path holds strings
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
+    if "" not in sys.path:
+        look_in(here)
     importlib.invalidate_caches()
     try:
         return importlib.import_module(name)

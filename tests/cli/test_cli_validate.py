@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 
@@ -101,7 +104,7 @@ def write(tmp_path):
 def test_a_good_file_is_printed_with_every_default(call, write, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = write()
-    done = call("validate", path)
+    done = call("validate", path, "--settings-only")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith(f"# {path} is valid.")
     printed = yaml.safe_load(done.out)
@@ -114,12 +117,13 @@ def test_a_good_file_is_printed_with_every_default(call, write, tmp_path, monkey
 
 def test_json_is_the_same(call, write):
     path = write()
-    assert call("validate", path, "--json").json == yaml.safe_load(call("validate", path).out)
+    plain = call("validate", path, "--settings-only")
+    assert call("validate", path, "--settings-only", "--json").json == yaml.safe_load(plain.out)
 
 
 def test_set_replaces(call, write):
     words = ["--set", "data.seed=7", "--set", "training.precision=bf16"]
-    value = call("validate", write(), "--json", *words).json
+    value = call("validate", write(), "--settings-only", "--json", *words).json
     assert (value["data"]["seed"], value["training"]["precision"]) == (7, "bf16")
 
 
@@ -178,6 +182,86 @@ def test_the_schema(call):
     assert done.out == (Path(__file__).parents[2] / "configs/schema.json").read_text()
 
 
-def test_neither_task_nor_data_is_touched(call, write):
-    done = call("validate", write("jobs.language_model:LanguageModelTask", "no.such.place:At"))
-    assert done.code == 0
+def test_settings_alone_touch_neither_task_nor_data(call, write):
+    path = write("jobs.language_model:LanguageModelTask", "no.such.place:At")
+    assert call("validate", path, "--settings-only").code == 0
+
+
+# --- what the settings name -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(configuration, tmp_path, monkeypatch):
+    """Write a configuration whose task lies beside it, and whose data is there."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_job.py").write_text(TASK)
+    pq.write_table(pa.table({"x": [1, 2, 3]}), tmp_path / "x.parquet")
+
+    def write(**sections):
+        task = {"factory": "beside_the_job:Task", **sections.pop("task", {})}
+        return configuration(task=task, **sections)
+
+    yield write
+    sys.modules.pop("beside_the_job", None)
+
+
+TASK = """
+from torch import nn
+class Task:
+    def __init__(self, width=1): ...
+    def build_model(self): return nn.Linear(1, 1)
+    def collate(self, rows): ...
+    def loss(self, model, batch): ...
+def prepare(path): open(path, "x")
+"""
+
+
+def test_what_is_named_is_looked_at_and_nothing_is_written(call, job, tmp_path):
+    path = job()
+    before = sorted(tmp_path.rglob("*.yaml")), sorted(tmp_path.rglob("root"))
+    done = call("validate", path)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith(f"# {path} is valid.")
+    assert (sorted(tmp_path.rglob("*.yaml")), sorted(tmp_path.rglob("root"))) == before
+    assert not (tmp_path / "root").exists()
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"task": {"factory": "beside_the_job:Tusk"}}, ["beside_the_job has no 'Tusk'", "'Task'?"]),
+        ({"task": {"args": {"widht": 3}}}, ["no argument 'widht'", "did you mean 'width'?"]),
+        ({"data": {"source": {"format": "parquet", "paths": ["y.parquet"]}}}, ["y.parquet"]),
+        (
+            {"data": {"prepare": {"factory": "beside_the_job:prepair"}}},
+            ["data.prepare.factory", "did you mean 'prepare'?"],
+        ),
+        ({"cluster": {"num_cpus": 1, "workers": 3}}, ["3 workers need 3 CPU", "local Ray has 1"]),
+    ],
+)
+def test_one_thing_that_is_wrong(call, job, sections, words):
+    done = call("validate", job(**sections))
+    assert (done.code, done.out) == (2, "")
+    for word in words:
+        assert word in done.err
+
+
+def test_everything_that_is_wrong_comes_at_once(call, job):
+    source = {"format": "parquet", "paths": ["y.parquet"]}
+    path = job(
+        task={"args": {"widht": 3}}, data={"source": source}, cluster={"num_cpus": 1, "workers": 3}
+    )
+    done = call("validate", path)
+    assert done.code == 2
+    assert "3 things are wrong:" in done.err
+    for word in ("widht", "y.parquet", "3 workers need 3 CPU"):
+        assert word in done.err
+    assert len(call("validate", path, "--json").json["error"]["details"]["problems"]) == 3
+
+
+def test_data_that_is_yet_to_be_made_is_not_missed_and_not_made(call, job, tmp_path):
+    made = str(tmp_path / "made.parquet")
+    prepare = {"factory": "beside_the_job:prepare", "args": {"path": made}}
+    source = {"format": "parquet", "paths": [made]}
+    assert call("validate", job(data={"source": source, "prepare": prepare})).code == 0
+    assert not (tmp_path / "made.parquet").exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+import yaml
 from small_run import Left, config_for, flip, stop_at, train, values_for, write_data
 
 from coherent_ray import config as config_
@@ -24,7 +27,8 @@ from coherent_ray.errors import (
 )
 from coherent_ray.storage import open_storage
 from coherent_ray.train import datasets, resumable
-from coherent_ray.train.preflight import check
+from coherent_ray.train.admit import task_folders
+from coherent_ray.train.preflight import check, check_resources
 
 
 def make_data(path: str, note: str = "") -> None:
@@ -246,3 +250,89 @@ def test_a_large_state_to_go_on_from_is_left_to_admission(
     flip(train(config, stop_at(3)).shard())
     found = check(config)
     assert (found.latest, found.notes) == ("g2-a1", ())
+
+
+# --- what a local Ray can have --------------------------------------------------------------------
+
+
+def short_of(folder: Path, **cluster: Any) -> CoherentRayError:
+    error = refused(
+        ConfigError, folder, **{f"cluster__{name}": value for name, value in cluster.items()}
+    )
+    assert error.exit_code == 2
+    assert not (folder / "run").exists()
+    return error
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_gpus_that_are_not_here(tmp_path: Path) -> None:
+    error = short_of(tmp_path, use_gpu=True, workers=2)
+    assert error.what == "2 workers need 2 GPU, and a local Ray has 0 here"
+    assert error.where == "cluster.use_gpu"
+    assert "cluster.address" in error.remedy
+    half = {"CPU": 1.0, "GPU": 0.5}
+    error = short_of(tmp_path, use_gpu=True, workers=1, resources_per_worker=half)
+    assert error.what == "1 worker needs 0.5 GPU, and a local Ray has 0 here"
+
+
+def test_too_few_gpus_and_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert "2 GPU, and a local Ray has 1 here" in short_of(tmp_path, use_gpu=True, workers=2).what
+    half = {"CPU": 1.0, "GPU": 0.5}
+    check_resources(config_for(tmp_path, cluster__use_gpu=True, cluster__workers=1))
+    settings: dict[str, Any] = {"cluster__workers": 2, "cluster__resources_per_worker": half}
+    check_resources(config_for(tmp_path, cluster__use_gpu=True, **settings))
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_another_cluster_may_have_what_is_not_here(tmp_path: Path) -> None:
+    check_resources(config_for(tmp_path, cluster__use_gpu=True, cluster__address="auto"))
+
+
+def test_cpus_are_counted_and_not_measured(tmp_path: Path) -> None:
+    many = {"CPU": 4096.0}
+    check_resources(config_for(tmp_path, cluster__resources_per_worker=many))
+    error = short_of(tmp_path, resources_per_worker=many, num_cpus=8)
+    assert (error.where, error.details["here"]) == ("cluster.num_cpus", 8.0)
+
+
+def test_what_a_local_ray_does_not_portion(tmp_path: Path) -> None:
+    error = short_of(tmp_path, resources_per_worker={"CPU": 1.0, "memory": 1e9})
+    assert error.where == "cluster.resources_per_worker.memory"
+    # Any other name is only a number to Ray, and a local one claims to have it.
+    named = {"CPU": 1.0, "reader": 1.0}
+    check_resources(config_for(tmp_path, cluster__resources_per_worker=named))
+
+
+def test_a_task_beside_its_configuration_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "elsewhere" / "project"
+    project.mkdir(parents=True)
+    (project / "lies_beside.py").write_text("from small_run import Tiny as Task\n")
+    write_data(tmp_path / "data.parquet")
+    values = values_for(tmp_path, task__factory="lies_beside:Task")
+    (project / "run.yaml").write_text(yaml.safe_dump(values))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert train(config_.load("elsewhere/project/run.yaml").resolved()).updates == [2, 4, 6]
+    assert check(config_.load("elsewhere/project/run.yaml")).complete
+
+
+def test_a_folder_that_was_sent_to_a_cluster_is_found_below_the_workers_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_for(tmp_path, task__folder="/home/me/project/jobs")
+    assert task_folders(config, "/home/me/project") == [
+        "/home/me/project/jobs",
+        str(tmp_path / "jobs"),
+    ]
+    assert task_folders(config, "/home/me/other") == ["/home/me/project/jobs"]
+    assert task_folders(config, "") == ["/home/me/project/jobs"]
+    assert task_folders(config_for(tmp_path), "/home/me") == []

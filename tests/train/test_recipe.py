@@ -19,6 +19,7 @@ SAME_JOB: list[dict[str, Any]] = [
     {"checkpoint__digest": "sha256"},
     {"data__prefetch": 9},
     {"training__threads": 2},
+    {"task__folder": "/elsewhere"},
     {"training__on_nonfinite": "go_on"},
 ]
 OTHER_JOB: list[tuple[dict[str, Any], str]] = [
