@@ -14,6 +14,7 @@ import click
 from coherent_ray.cli.output import (
     Column,
     count_text,
+    error_value,
     json_option,
     show_fields,
     show_json,
@@ -25,6 +26,7 @@ from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
 from coherent_ray.commit.manifest import Manifest
+from coherent_ray.commit.traces import cut_off, read_hint
 from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
 from coherent_ray.storage.base import Dated
@@ -110,11 +112,14 @@ class Row:
 def list_generations(run: str, everything: bool, as_json: bool) -> int:
     """List the generations that RUN has published, oldest first.
 
-    Exit code 1 where a manifest is damaged; `verify` looks at the shards too.
+    Exit code 1 where a manifest is damaged or the log lost its end; `verify` looks at the shards
+    too.
     """
     storage = whole_run(run).open()
     generations = Generations(storage)
+    hint = read_hint(storage)
     history = generations.history()
+    cut = cut_off(hint, history)
     rows = [
         _row(storage, generations, info)
         for info in generations.list()
@@ -127,6 +132,7 @@ def list_generations(run: str, everything: bool, as_json: bool) -> int:
                 "run_id": history.run_id,
                 "attempts": len(history.attempts),
                 "generations": [row.value() for row in rows],
+                "log": error_value(cut) if cut else None,
             }
         )
     else:
@@ -139,7 +145,9 @@ def list_generations(run: str, everything: bool, as_json: bool) -> int:
         for row in rows:
             if row.damage:
                 show_line(row.damage, style="bad")
-    return 1 if any(row.damage for row in rows) else 0
+        if cut:
+            show_line(str(cut), style="bad")
+    return 1 if cut or any(row.damage for row in rows) else 0
 
 
 @click.command()

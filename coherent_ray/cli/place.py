@@ -13,6 +13,7 @@ import click
 
 from coherent_ray import config
 from coherent_ray.commit.references import parse_reference
+from coherent_ray.commit.traces import log_gone
 from coherent_ray.config import Checkpoint
 from coherent_ray.errors import NotARun
 from coherent_ray.storage import Storage, StorageOptions, open_storage
@@ -37,10 +38,13 @@ class Place:
 
         Raises:
             ConfigError: The address names no place that this version can use.
-            NotARun: There is no commit log.
+            LogDamaged: There are files of a run, but no commit log.
+            NotARun: There is neither.
         """
         storage = open_storage(self.root, self.options)
         if next(iter(storage.list("log")), None) is None:
+            if damage := log_gone(storage):
+                raise damage
             raise NotARun(
                 "no run lies here: there is no commit log",
                 where=storage.uri,

@@ -17,7 +17,8 @@ from coherent_ray.cli.place import Place, place_of, run_argument
 from coherent_ray.cli.receipts import read_receipts
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
-from coherent_ray.errors import Damage, NoGeneration, ReceiptsDamaged
+from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.errors import CoherentRayError, Damage, NoGeneration, ReceiptsDamaged
 from coherent_ray.storage import Storage
 
 
@@ -38,6 +39,8 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
         raise click.UsageError(f"--all means every generation, not {place.generation}")
     storage = place.open()
     generations = Generations(storage)
+    hint = read_hint(storage)
+    cut = cut_off(hint, generations.history())
     found: list[tuple[PublishBody, list[Damage]]] = []
     for publish in _wanted(generations, place, everything=everything):
         damages = generations.verify(publish, deep=not quick)
@@ -49,8 +52,15 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
         found.append((publish, damages))
         if not as_json:
             _show(publish, damages, quick=quick)
-    value: dict[str, Any] = {"generations": [_value(*pair) for pair in found]}
-    faults = [damage for _, damages in found for damage in damages]
+    value: dict[str, Any] = {
+        "generations": [_value(*pair) for pair in found],
+        "log": error_value(cut) if cut else None,
+    }
+    faults: list[CoherentRayError] = [damage for _, damages in found for damage in damages]
+    if cut:
+        faults.append(cut)
+        if not as_json:
+            show_line(str(cut), style="bad")
     if everything:
         broken = _broken_chain(storage)
         value["receipts"] = error_value(broken) if broken else None

@@ -22,22 +22,20 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import GenerationKey, History
 from coherent_ray.commit.holds import Held, Watch
 from coherent_ray.commit.inspection import shard_damage
 from coherent_ray.commit.leftovers import Leftovers, survey
-from coherent_ray.commit.log import HINT, CommitLog
+from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody, RetireBody
 from coherent_ray.commit.retention import Kept, Plan, Policy, Unverified, key_of, plan
+from coherent_ray.commit.traces import cut_off, read_hint
 from coherent_ray.errors import (
     ConfigError,
     Fenced,
     Interrupted,
-    LogDamaged,
     ManifestDamaged,
-    NotFound,
     StorageError,
 )
 from coherent_ray.storage.base import Entry, Storage
@@ -157,18 +155,12 @@ class Pruner:
     # --- deciding ---------------------------------------------------------------------------------
 
     def _history(self) -> History:
-        hint = self._hint()
+        hint = read_hint(self._storage)
         history = self._log.read_on()
-        if hint is not None:
-            _refuse_cut(hint, history)
+        # What the missing records published would look left over, and be deleted.
+        if damage := cut_off(hint, history):
+            raise damage
         return history
-
-    def _hint(self) -> dict[str, object] | None:
-        try:
-            hint = canonical.load(self._storage.read(HINT))
-        except (NotFound, ValueError):
-            return None
-        return hint if isinstance(hint, dict) else None
 
     def _decided(self, history: History, held: Collection[GenerationKey]) -> Plan:
         verdicts: dict[GenerationKey, bool] = {}
@@ -277,25 +269,6 @@ def _kept(
     order = {key_of(publish): index for index, publish in enumerate(history.publishes)}
     kept = [k for k in (*decided.kept, *pinned) if key_of(k.publish) not in history.retired]
     return tuple(sorted(kept, key=lambda k: order[key_of(k.publish)]))
-
-
-def _refuse_cut(hint: dict[str, object], history: History) -> None:
-    """Refuse a log of which the end is missing: what it published would look left over.
-
-    The hint, read before the log, is never believed; but it is a reason not to delete.
-    """
-    seq, digest = hint.get("seq"), hint.get("digest")
-    if not isinstance(seq, int) or seq < 1 or hint.get("run_id") != history.run_id:
-        return
-    if seq > history.seq or history.records[seq - 1].digest != digest:
-        raise LogDamaged(
-            f"{HINT} tells of record {seq}, which the log does not have: records are missing at "
-            "its end, so nothing is deleted",
-            where=HINT,
-            remedy="Put the missing records back from a copy of the run. If the log is right as it "
-            f"is, remove {HINT}.",
-            details={"readable_until": history.seq},
-        )
 
 
 def _in_words(error: StorageError, fallback: str) -> str:

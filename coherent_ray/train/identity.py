@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
-from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import WrongRun
 from coherent_ray.storage import open_storage
+from coherent_ray.train.roots import require_own
 
 _SUFFIX_DIGITS = 8
 _NAME_LENGTH = 64
@@ -21,9 +22,13 @@ def run_id_of(config: Config) -> str:
 
     Raises:
         WrongRun: ``run.run_id`` is set, and the root holds another run.
-        LogDamaged: The root's commit log cannot be trusted.
+        LogDamaged: The root's commit log cannot be trusted, is gone, or has lost its end.
+        ConfigError: A new run would begin inside the root of another.
     """
-    stored = CommitLog(open_storage(config.run.root, config.storage.options)).read().run_id
+    storage = open_storage(config.run.root, config.storage.options)
+    stored = read_whole(storage).run_id
+    if stored is None:
+        require_own(storage, config.storage.options)
     wanted = config.run.run_id
     if stored is not None and wanted not in {None, stored}:
         raise WrongRun(

@@ -1,0 +1,58 @@
+"""Commands that look at a root of which the log is gone, or cut off, call it damaged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from published import Published
+
+
+def made(folder: Path) -> Published:
+    run = Published(folder / "run")
+    run.open_attempt()
+    run.publish(2)
+    run.publish(4)
+    run.log.refresh_hint(run.log.read())
+    return run
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "receipts", "prune"])
+@pytest.mark.parametrize("how", ["gone", "empty", "file"])
+def test_without_its_log(call: Any, tmp_path: Path, command: str, how: str) -> None:
+    run = made(tmp_path)
+    (run.root / "log").rename(tmp_path / "elsewhere")
+    if how == "empty":
+        (run.root / "log").mkdir()
+    elif how == "file":
+        (run.root / "log").write_text("x")
+    done = call(command, run.root)
+    assert (done.code, done.out) == (1, "")
+    assert "the commit log is gone, but there are files of a run" in done.err
+    assert "What to do" in done.err
+
+
+def test_a_place_without_a_trace_of_a_run_is_misuse(call: Any, tmp_path: Path) -> None:
+    done = call("ls", tmp_path)
+    assert done.code == 2
+    assert "no run lies here" in done.err
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["verify", "--all"]])
+def test_without_its_end(call: Any, tmp_path: Path, command: list[str]) -> None:
+    run = made(tmp_path)
+    max((run.root / "log").iterdir()).unlink()
+    done = call(*command, run.root)
+    assert done.code == 1
+    assert "missing at its end" in " ".join(done.out.split())
+    done = call(*command, run.root, "--json")
+    assert done.code == 1
+    assert done.json["log"]["where"] == "latest.json"
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify", "--all"]])
+def test_a_whole_log_is_no_news(call: Any, tmp_path: Path, command: list[str]) -> None:
+    done = call(*command, made(tmp_path).root, "--json")
+    assert done.code == 0
+    assert done.json["log"] is None
