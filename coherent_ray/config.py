@@ -295,11 +295,15 @@ class Cluster(Section):
     num_cpus: Positive | None = None
     """CPUs that the local cluster claims to have; null: as many as its workers need."""
     max_failures: Annotated[int, Field(ge=-1)] = 100
-    """Failures of the worker group that the run survives; -1: without limit."""
+    """Failures of the workers that the run survives; and, each counted by itself, as many of Ray
+    Train's controller and of drivers that had reached Ray. -1: without limit."""
     admission_timeout_s: Seconds = 300.0
     """Seconds until a worker that has not been admitted is named and given up."""
     collective_timeout_s: Seconds = 600.0
     """Seconds until a collective that does not end is given up."""
+    quiet_warning_s: Seconds = 60.0
+    """Seconds without a finished update, or ten times the usual update where that is longer, after
+    which the workers that are behind are named."""
     reconnect_timeout_s: Seconds = 600.0
     """Seconds that a cluster which was lost has to come back; for cluster.address only."""
     health_check_interval_s: Annotated[float, Field(ge=0.05, le=3600)] = 0.2

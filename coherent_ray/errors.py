@@ -183,5 +183,9 @@ class PeerLost(ClusterError):
     """A collective failed because another rank is gone. Cured by a restart of the group."""
 
 
+class OwnedElsewhere(CoherentRayError):
+    """Another driver trains this run. Never retried: two would only take it from each other."""
+
+
 class Interrupted(CoherentRayError):
     """The run was asked to stop, and did, at a published generation."""

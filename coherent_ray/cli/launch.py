@@ -18,7 +18,7 @@ from coherent_ray.cli.output import json_option, show_json, show_line
 from coherent_ray.cli.place import whole_run, whole_run_argument
 from coherent_ray.cli.validate import config_argument, load_job, set_option
 from coherent_ray.config import Config
-from coherent_ray.errors import ClusterError, ConfigError
+from coherent_ray.errors import ClusterError, CoherentRayError, ConfigError
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -55,11 +55,15 @@ def run(
     settings = load_job(path, overrides)
     # Only now that the configuration is known to be right.
     from coherent_ray.cli.display import display_for
-    from coherent_ray.cli.summary import show_outcome
+    from coherent_ray.cli.summary import show_failure, show_outcome
     from coherent_ray.train.supervisor import supervise
 
-    with display_for(as_json=as_json) as display:
-        outcome = supervise(settings, display, verbose=verbose)
+    try:
+        with display_for(as_json=as_json) as display:
+            outcome = supervise(settings, display, verbose=verbose)
+    except CoherentRayError as error:
+        show_failure(error, as_json=as_json)
+        return error.exit_code
     show_outcome(outcome, settings.run.root, as_json=as_json)
     return 1 if outcome.stopped else 0
 
@@ -208,16 +212,14 @@ def _follow(client: JobSubmissionClient, job: str) -> int:
 
 def _joined(address: str | None) -> bool:
     """Join a Ray cluster; False where none was named and none runs here."""
-    import ray
+    from coherent_ray.train.local_ray import join
 
     try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level="ERROR")
-    except ConnectionError as error:
-        if address is None:
+        join(address or "auto", level=logging.ERROR)
+    except ClusterError as error:
+        if address is None and isinstance(error.__cause__, ConnectionError):
             return False
-        raise ClusterError(
-            "the Ray cluster is not reachable", where=address, remedy="see `ray status` there"
-        ) from error
+        raise
     return True
 
 

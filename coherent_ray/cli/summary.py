@@ -5,7 +5,17 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from coherent_ray.cli.output import count_text, show_fields, show_json, show_line, size_text
+import click
+
+from coherent_ray.cli.output import (
+    count_text,
+    show_error,
+    show_fields,
+    show_json,
+    show_line,
+    size_text,
+)
+from coherent_ray.errors import AdmissionRefused, CoherentRayError, ConfigError, OwnedElsewhere
 from coherent_ray.train.supervisor import Outcome
 
 
@@ -26,12 +36,43 @@ def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
     show_fields("next", _next(outcome, root))
 
 
+def show_failure(error: CoherentRayError, *, as_json: bool) -> None:
+    """Print the error that a run ended with, then what is published and where more is to be read.
+
+    Args:
+        error: With the supervisor's facts in its details.
+        as_json: Print JSON.
+    """
+    show_error(error, as_json=as_json)
+    if not as_json:
+        for line in closing(error):
+            click.echo(line, err=True)
+
+
+def closing(error: CoherentRayError) -> list[str]:
+    """Return the lines that follow an error: what is published, the log, and its last words."""
+    lines = []
+    if not isinstance(error, ConfigError | AdmissionRefused | OwnedElsewhere):
+        latest = error.details.get("latest")
+        lines.append(
+            f"Published: {latest}; the same command resumes there."
+            if latest
+            else "Published: nothing yet; the same command begins at the beginning."
+        )
+    words = error.details.get("last_words")
+    if isinstance(words, list) and words:
+        lines += ["The driver's last words:", *(f"  {word}" for word in words)]
+    if log := error.details.get("log"):
+        lines.append(f"The driver's log: {log}")
+    return lines
+
+
 def headline(outcome: Outcome) -> str:
     """Return in one line how a run ended."""
     facts = outcome.facts
     if outcome.stopped:
-        at = facts["latest"] or "the beginning"
-        return f"run {facts['run_id']} was stopped; it resumes at {at} by the same command"
+        at = f"resumes at {facts['latest']}" if facts["latest"] else "begins at the beginning"
+        return f"run {facts['run_id']} was stopped; it {at} by the same command"
     return f"run {facts['run_id']} is complete: {count_text(facts['done'], 'update')}"
 
 
@@ -62,7 +103,8 @@ def _saves(outcome: Outcome) -> list[tuple[str, str]]:
         reasons = dict.fromkeys(s["reason"] for s in saves if s["fate"] != "published")
         rows.append(("failed saves", f"{len(saves) - len(good):,}: {'; '.join(reasons)}"))
     if outcome.restarts:
-        rows.append(("restarts", f"{count_text(outcome.restarts, 'driver')}; log {outcome.log}"))
+        log = f"; log {outcome.log}" if outcome.log.exists() else ""
+        rows.append(("restarts", f"{count_text(outcome.restarts, 'driver')}{log}"))
     return rows
 
 

@@ -14,8 +14,17 @@ from typing import Literal
 from coherent_ray.commit.history import GenerationKey
 
 Kind = Literal[
-    "record", "hint", "manifest", "shard", "receipts", "hold", "dataset", "probe", "ray"
-]  # fmt: skip
+    "record",
+    "hint",
+    "manifest",
+    "shard",
+    "receipts",
+    "hold",
+    "dataset",
+    "probe",
+    "driver_log",
+    "ray",
+]
 
 #: Where files of the run lie; a generation's directory is one more for each generation.
 DIRECTORIES = ("", "log", "receipts", "holds", "datasets", "probe")
@@ -31,6 +40,7 @@ _NAMES: dict[Kind, str] = {
     "hold": rf"holds/{_GENERATION}-[0-9a-f]{{32}}\.json",
     "dataset": r"datasets/(?:blake3|sha256|xxh3_128)-[0-9a-f]{32,64}\.json",
     "probe": r"probe/[0-9a-f]{32}",
+    "driver_log": r"drivers/\d{8}T\d{6}Z-\d+\.log",
     # Ray Train keeps its own files in the root; see docs/operations.md.
     "ray": r"checkpoint_manager_snapshot\.json|\.validate_storage_marker",
 }

@@ -3,12 +3,14 @@
 One detached, named actor a run; `coherent_ray.train.coordinators` finds it. It holds nothing that
 matters: the commit log and the ranks' repeated calls rebuild it after any death. So its methods
 are idempotent (Ray runs a call at least once), and its ``__init__`` never raises (in Ray that is a
-death for good). Progress and wishes are mail between the driver and rank 0, and die with it.
+death for good). Progress, places and wishes are mail between the driver and the ranks, and die with
+it; so does the owner's name, which the owner repeats.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from typing import Any, Literal
 
 import ray
@@ -18,6 +20,7 @@ from coherent_ray.commit.service import Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
+from coherent_ray.train.whereabouts import Whereabouts
 
 Wish = Literal["none", "save", "stop"]
 
@@ -66,6 +69,10 @@ class CoordinatorActor:
         )
         self._wish: Wish = "none"
         self._progress: dict[str, Any] = {}
+        self._whereabouts = Whereabouts()
+        self._failures: dict[str, Any] = {"count": 0, "last": ""}
+        self._owner: dict[str, Any] | None = None
+        self._renewed = 0.0
         self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "placement_group": None}
 
     async def ping(self) -> dict[str, Any]:
@@ -155,6 +162,43 @@ class CoordinatorActor:
             self._wish = "none"
         return {"wish": wish}
 
+    async def stand(self, attempt: int, rank: int, ranks: int, place: list[Any]) -> None:
+        """Take down where a rank is; see `coherent_ray.train.whereabouts`.
+
+        Args:
+            attempt: The rank's attempt.
+            rank: The rank.
+            ranks: How many there are.
+            place: The update that it works on, and the phase of it.
+        """
+        self._whereabouts.note(attempt, rank, ranks, (place[0], place[1]), time.monotonic())
+
+    async def failed(self, count: int, words: str) -> None:
+        """Take down that the worker group has failed; `status` shows it.
+
+        Args:
+            count: How often it has under this Train controller.
+            words: Which rank, and how.
+        """
+        self._failures = {"count": count, "last": words}
+
+    async def hold(self, owner: dict[str, Any], instead_of: str | None = None) -> dict[str, Any]:
+        """Let a driver be the run's owner, unless it has another; see `train.ownership`.
+
+        Args:
+            owner: An `Owner`, as a dictionary.
+            instead_of: Ray job of an owner that the caller knows to be dead.
+
+        Returns:
+            ``owner``: who it is now; ``silent_s``: seconds since that one last called this.
+        """
+        now = time.monotonic()
+        if self._owner is None or self._owner["job"] == instead_of:
+            self._owner = dict(owner)
+        if self._owner["job"] == owner["job"]:
+            self._renewed = now
+        return {"owner": self._owner, "silent_s": now - self._renewed}
+
     async def request(self, wish: str) -> None:
         """Wish that the run saves now, or that it saves and stops.
 
@@ -179,7 +223,9 @@ class CoordinatorActor:
             ``run_id``, ``attempt``, ``degraded``, ``progress`` (as last reported), ``wish``,
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
-            ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told).
+            ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told),
+            ``whereabouts`` (a `Whereabouts.summary`), ``failures`` (``count`` and ``last``) and
+            ``owner`` (an `Owner`; None: nobody has said).
         """
         return {
             "progress": self._progress,
@@ -187,6 +233,9 @@ class CoordinatorActor:
             "generation": self._service.generation,
             "in_flight": self._service.in_flight(),
             "last_error": self._service.last_error,
+            "whereabouts": self._whereabouts.summary(time.monotonic()),
+            "failures": self._failures,
+            "owner": self._owner,
             **self._admission,
             **self._identity(),
         }

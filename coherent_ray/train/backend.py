@@ -11,9 +11,10 @@ a test guards (``tests/cluster/test_ray_internals.py``).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from coherent_ray import config as config_
 from coherent_ray.commit.fates import name_ranks
 from coherent_ray.config import Config
 from coherent_ray.errors import AdmissionTimeout, CoherentRayError, PeerLost, TrainingFailed
-from coherent_ray.train import coordinators
+from coherent_ray.train import coordinators, deaths, ownership
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Request, take_ticket
 from coherent_ray.train.code import NO_CODE, Code, code_of
@@ -89,19 +90,13 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
 
     Raises:
         AdmissionRefused: A rank does not agree; not retried.
+        OwnedElsewhere: A driver of another job trains this run.
         WorkerGroupError: A rank did not answer in time; retried.
     """
     config = config_.build(backend_config.run)
     run_id = run_id_of(config)
-    coordinator = coordinators.connect(
-        run_id,
-        config.run.root,
-        ack_timeout_s=config.checkpoint.ack_timeout_s,
-        read_back=config.checkpoint.verify == "read_back",
-        keep=config.checkpoint.keep,
-        keep_every=config.checkpoint.keep_every,
-        storage=asdict(config.storage.options),
-    )
+    ownership.require_no_other(run_id)
+    coordinator = coordinators.connect_for(config, run_id)
     # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)
     attempt = coordinators.answer(coordinator.open_attempt.remote(token))
@@ -153,13 +148,25 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
 
     Ray Train restarts after *any* error of a worker. A death, or a collective that lost its peer,
     is worth a restart; an exception of the task or a refusal is not. What is raised here reaches
-    ``fit`` as its error.
+    ``fit`` as its error. The others are counted, and told to the coordinator, so that whoever
+    watches sees who died.
     """
+
+    def __init__(self, config: Config | None = None) -> None:
+        """Make the callback; ``config``: the run whose coordinator to tell, None: nobody's."""
+        self._config = config
+        self._count = 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Raise the first fatal error, by rank."""
         for rank in sorted(worker_exceptions):
             raise_if_fatal(rank, worker_exceptions[rank])
+        self._count += 1
+        if self._config is not None:
+            with contextlib.suppress(RayError, CoherentRayError):
+                handle = coordinators.find(run_id_of(self._config))
+                if handle is not None:
+                    handle.failed.remote(self._count, deaths.in_words(worker_exceptions))
 
 
 def raise_if_fatal(rank: int, error: BaseException) -> None:
@@ -179,5 +186,5 @@ def raise_if_fatal(rank: int, error: BaseException) -> None:
     raise TrainingFailed(
         f"rank {rank}: {type(own).__name__}: {own}{notes}",
         where=f"rank {rank}",
-        remedy="mend what is named here, and run again: the run resumes at its latest generation",
+        remedy="mend what is named here, and run again",
     )

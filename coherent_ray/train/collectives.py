@@ -114,5 +114,5 @@ def _peers(collective: str) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0]
         raise PeerLost(
             f"{collective} failed: {reason}",
-            remedy="see why another rank ended; a restarted group resumes at the last generation",
+            remedy="see why another rank ended; the group is started again",
         ) from error

@@ -65,6 +65,10 @@ class Line:
         self._answer = self._handle.report.remote(progress)
         self._sent_at = time.monotonic()
 
+    def stand(self, ranks: int, update: int, phase: str) -> None:
+        """Tell where this rank is; does not wait. For the beacon's thread."""
+        self._handle.stand.remote(self._attempt, self._rank, ranks, [update, phase])
+
     def take_wish(self) -> int:
         """Return what is wished of the training, as bits. A wish to save is returned once."""
         self._look()

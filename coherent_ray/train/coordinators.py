@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import asdict
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from coherent_ray.commit.coordinator import ACK_TIMEOUT_S
+from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError
 from coherent_ray.train.actor import CoordinatorActor
 
@@ -86,6 +88,25 @@ def connect(
         handle = _start(run_id, root, options)
         answer(handle.ping.remote(), timeout_s)
     return handle
+
+
+def connect_for(config: Config, run_id: str) -> Any:
+    """Return a handle of a configuration's coordinator, started if there is none; see `connect`.
+
+    Args:
+        config: The run, its paths absolute.
+        run_id: Its id.
+    """
+    checkpoint = config.checkpoint
+    return connect(
+        run_id,
+        config.run.root,
+        ack_timeout_s=checkpoint.ack_timeout_s,
+        read_back=checkpoint.verify == "read_back",
+        keep=checkpoint.keep,
+        keep_every=checkpoint.keep_every,
+        storage=asdict(config.storage.options),
+    )
 
 
 def find(run_id: str) -> Any | None:

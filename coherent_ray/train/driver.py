@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
@@ -22,13 +23,17 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.train import ControllerError, TrainingFailedError
 
 from coherent_ray import config as config_
+from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
-from coherent_ray.train import coordinators, events, preflight
+from coherent_ray.storage import open_storage
+from coherent_ray.train import coordinators, deaths, events, ownership, preflight
 from coherent_ray.train.events import Event
-from coherent_ray.train.local_ray import connected
+from coherent_ray.train.local_ray import connected, logs_of
+from coherent_ray.train.ownership import Owner
 from coherent_ray.train.preflight import Preflight
 from coherent_ray.train.trainer import make_trainer, set_environment
+from coherent_ray.train.watch import Watch
 
 POLL_S = 0.2
 #: Seconds between two requests to stop: an attempt that opens in between forgets the first.
@@ -39,6 +44,13 @@ RESTART = 75
 SILENCE_S = 90.0
 
 
+class StopNow(BaseException):
+    """Somebody asked to stop, and nothing is trained yet that a generation could be made of.
+
+    No `Exception`: what is interrupted (the task's own code, Ray's start) must not keep it.
+    """
+
+
 class Driver:
     """One driver's life."""
 
@@ -47,6 +59,9 @@ class Driver:
         self._tell = tell
         self._stop_asked = threading.Event()
         self._asked_at = 0.0
+        self._interruptible = False
+        self._me: Owner | None = None
+        self._watch = Watch(config.cluster, 0)
         self._saves: dict[str, dict[str, Any]] = {}
         self._placement: str | None = None
         self._last_notes: list[str] = []
@@ -59,6 +74,9 @@ class Driver:
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Ask the run to publish one more generation and end; a signal handler."""
         self._stop_asked.set()
+        if self._interruptible:
+            self._interruptible = False
+            raise StopNow
 
     def run(self) -> None:
         """Train until the run is complete or was asked to stop.
@@ -66,20 +84,44 @@ class Driver:
         Raises:
             CoherentRayError: It cannot go on.
         """
+        try:
+            self._run()
+        except StopNow:
+            raise Interrupted("stopped before the training began") from None
+
+    def _run(self) -> None:
         config = self._config
+        self._interruptible = not self._stop_asked.is_set()
         before = preflight.check(config)
         self._note(before.notes)
         if before.complete:
+            self._interruptible = False
             self._finished(before, stopped=False)
             return
         set_environment(config.cluster)
         with connected(config.cluster) as address:
+            self._interruptible = False
             self.listen()  # again: Ray has just put a handler of its own there
+            self._own(before.run_id)
             self._tell(Event("started", facts={"address": address, **_facts(before)}))
             try:
                 self._train(before)
             finally:
                 self._end_coordinator(before.run_id)
+
+    def _own(self, run_id: str) -> None:
+        """Become the run's owner, and see to it that it has a coordinator.
+
+        Raises:
+            OwnedElsewhere: Another driver of this cluster trains the run.
+            ClusterError: There is no coordinator to be had.
+        """
+        me = ownership.this_driver()
+        # First: a coordinator that has other options is replaced, but not under a living driver.
+        ownership.take(run_id, me)
+        coordinators.connect_for(self._config, run_id)
+        ownership.take(run_id, me)
+        self._me = me
 
     def _train(self, before: Preflight) -> None:
         failures = 0
@@ -93,16 +135,31 @@ class Driver:
             self._tell(Event("restarting", "Ray Train's controller is gone; starting another"))
             self._free_placement()
             if self._stop_asked.is_set():
-                raise Interrupted("stopped before another controller was started")
-        after = preflight.check(self._config)
-        self._note(after.notes)
+                break
+        if self._stop_asked.is_set() and not self._watch.training:
+            after = self._as_published(before)
+        else:
+            after = preflight.check(self._config)
+            self._note(after.notes)
         self._finished(after, stopped=not after.complete)
+
+    def _as_published(self, before: Preflight) -> Preflight:
+        """Return what is known of the run, with what the log now says of it."""
+        storage = open_storage(self._config.run.root, self._config.storage.options)
+        latest = CommitLog(storage).read().latest
+        if latest is None:
+            return before
+        return replace(before, done=latest.update, latest=latest.name)
 
     def _fit(self, run_id: str) -> bool:
         """Run Ray Train once; False: its controller died and another should go on.
 
-        `fit` blocks, and in a main thread would take the signals: so it has a thread of its own.
+        Where somebody asks to stop and no worker trains, nothing is waited for. `fit` blocks, and
+        in a main thread would take the signals: so it has a thread of its own.
         """
+        handle = coordinators.connect_for(self._config, run_id)
+        attempt = int(coordinators.answer(handle.ping.remote())["attempt"])
+        self._watch = Watch(self._config.cluster, attempt)
         trainer = make_trainer(self._config)
         outcome: list[BaseException | None] = []
 
@@ -123,26 +180,35 @@ class Driver:
                 heard = time.monotonic()
             elif time.monotonic() - heard > SILENCE_S and not ray.is_initialized():
                 raise ClusterError("Ray does not answer any more", remedy="is the head node up?")
+            if self._stop_asked.is_set() and not self._watch.training:
+                return True
         self._look(run_id)
-        return _judge(outcome[0])
+        return _judge(outcome[0], self._watch)
 
     def _look(self, run_id: str) -> bool:
         """Pass on the coordinator's status, and a request to stop; False: no answer."""
         try:
             handle = coordinators.find(run_id)
             if handle is None:
+                self._say(self._watch.look(None))
                 return True
             if self._stop_asked.is_set() and time.monotonic() - self._asked_at > ASK_AGAIN_S:
                 handle.request.remote("stop")
                 self._asked_at = time.monotonic()
+            held = handle.hold.remote(asdict(self._me)) if self._me else None
             status = ray.get(handle.status.remote(), timeout=5.0)
+            owner = ray.get(held, timeout=5.0)["owner"] if held else None
         except (RayError, RuntimeError, ConnectionError, TimeoutError):
             return False
+        if self._me and owner and owner["job"] != self._me.job:
+            self._me = None
+            raise ownership.lost(run_id, Owner(**owner))
         for save in status["progress"].get("saves", []):
             self._saves[save["name"]] = save
         self._placement = status.get("placement_group") or self._placement
         notes = [*(status.get("notes") or []), *(status["progress"].get("notes") or [])]
         self._note(notes)
+        self._say(self._watch.look(status))
         self._tell(Event("progress", facts=status))
         return True
 
@@ -153,6 +219,13 @@ class Driver:
             if note not in self._last_notes:
                 self._tell(Event("note", note))
         self._last_notes = now or self._last_notes
+
+    def _say(self, words: Iterable[str]) -> None:
+        try:
+            for text in words:
+                self._tell(Event("note", text))
+        except (RayError, RuntimeError, ConnectionError):
+            return  # Ray could not say what it has; the next look asks again
 
     def _free_placement(self) -> None:
         """Give back what a dead controller held; nobody else does where there is no dashboard."""
@@ -165,6 +238,9 @@ class Driver:
         self._placement = None
 
     def _end_coordinator(self, run_id: str) -> None:
+        """End the coordinator, unless it serves another driver by now."""
+        if self._me is None:
+            return
         try:
             coordinators.stop(run_id, timeout_s=20.0)
         except (RayError, RuntimeError, CoherentRayError):
@@ -185,7 +261,7 @@ def _facts(found: Preflight) -> dict[str, Any]:
     }
 
 
-def _judge(error: BaseException | None) -> bool:
+def _judge(error: BaseException | None, watch: Watch) -> bool:
     """Turn what ``fit`` ended with into: done (True), another controller (False), or an error."""
     if error is None:
         return True
@@ -197,11 +273,25 @@ def _judge(error: BaseException | None) -> bool:
     if isinstance(error, RayActorError):
         return False
     if isinstance(error, TrainingFailedError):
-        raise TrainingFailed(
-            str(error).strip() or type(error).__name__,
-            remedy="the run resumes at its latest generation: run the same command again",
-        ) from error
+        raise _given_up(error, watch) from error
     raise error
+
+
+def _given_up(error: TrainingFailedError, watch: Watch) -> TrainingFailed:
+    """Return the error of a worker group that failed more often than it may."""
+    workers = dict(getattr(error, "worker_failures", {}))
+    if not workers:
+        return TrainingFailed(str(error).strip() or type(error).__name__)
+    count = watch.failures["count"] or 1
+    pid = deaths.pid_of(workers)
+    times = f"{count} time{'s' if count > 1 else ''}"
+    logs = f"{logs_of()}/worker-*{f'-{pid}' if pid else ''}.err"
+    return TrainingFailed(
+        f"the workers failed {times}; the last time {deaths.in_words(workers)}",
+        remedy=f"see its last words in {logs}, on its node; "
+        "cluster.max_failures says how many failures a run survives",
+        details={"failures": count, "ranks": sorted(workers)},
+    )
 
 
 def main() -> int:

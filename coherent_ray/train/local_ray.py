@@ -5,16 +5,27 @@ from __future__ import annotations
 import logging
 import math
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from urllib.parse import urlsplit
 
 import ray
+from ray.exceptions import AuthenticationError
 
 from coherent_ray.config import Cluster
 from coherent_ray.errors import ClusterError
 
 #: Bytes of shared memory for Ray's object store: runs keep nothing there.
 OBJECT_STORE_BYTES = 128 * 2**20
+#: Seconds that a named cluster has to take a connection. Ray itself would try for a minute.
+KNOCK_S = 5.0
+_TOKENS = (
+    "set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to what the head node "
+    "has (~/.ray/auth_token, where it was generated there)"
+)
+#: How Ray's error begins where a cluster listens and does not let this process in.
+_UNANSWERED = "Failed to connect to Ray cluster"
 
 
 @contextmanager
@@ -27,21 +38,81 @@ def connected(cluster: Cluster) -> Iterator[str]:
     Raises:
         ClusterError: There is no such cluster, or it did not start.
     """
-    try:
-        if cluster.address is None:
+    if cluster.address is None:
+        try:
             _start(cluster)
-        else:
-            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise ClusterError(
-            f"Ray did not start: {error}" if cluster.address is None else f"no Ray there: {error}",
-            where=cluster.address or "local",
-            remedy="see `ray status`; without cluster.address a local Ray is started",
-        ) from error
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise ClusterError(
+                f"Ray did not start: {error}", where="local", remedy="see `ray status`"
+            ) from error
+    else:
+        join(cluster.address)
     try:
         yield cluster.address or "local"
     finally:
         ray.shutdown()
+
+
+def join(address: str, *, level: int = logging.WARNING) -> None:
+    """Connect to a cluster that runs.
+
+    Args:
+        address: ``HOST:PORT``, ``auto``, or another that Ray knows.
+        level: Of Ray's own messages.
+
+    Raises:
+        ClusterError: There is none, or it wants a token.
+    """
+    knock(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=level)
+    except (AuthenticationError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        if isinstance(error, AuthenticationError):
+            raise ClusterError(
+                "the cluster wants Ray's token, and this process has none or another",
+                where=address,
+                remedy=_TOKENS,
+            ) from error
+        remedy = "see `ray status` there; without cluster.address a local Ray is started"
+        if _UNANSWERED in str(error):
+            # Ray says "unauthenticated" in its own output only, and this in its exception.
+            remedy += f". If that cluster was started with RAY_AUTH_MODE=token: {_TOKENS}"
+        raise ClusterError(
+            f"no Ray there: {_first_line(error)}", where=address, remedy=remedy
+        ) from error
+
+
+def knock(address: str) -> None:
+    """Find out within seconds that nobody listens at an address; one without a port is not tried.
+
+    Raises:
+        ClusterError: Nobody does.
+    """
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return  # Ray says what it thinks of it
+    if not host or not port:
+        return
+    try:
+        socket.create_connection((host, port), timeout=KNOCK_S).close()
+    except OSError as error:
+        raise ClusterError(
+            f"no Ray there: {error.strerror or error}",
+            where=address,
+            remedy="name the head node's HOST:PORT, as `ray start --head` said it",
+        ) from error
+
+
+def logs_of() -> str:
+    """Return where the connected Ray keeps its processes' logs, on each of its nodes."""
+    node = getattr(ray._private.worker, "_global_node", None)
+    return str(node.get_logs_dir_path()) if node is not None else "Ray's log directory"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _start(cluster: Cluster) -> None:

@@ -123,8 +123,7 @@ class Saver:
                 f"{self._failures} saves in a row failed, one more than "
                 f"checkpoint.max_failed_saves allows; the last one because {fate.reason}",
                 where=f"generation {fate.name}",
-                remedy="mend what is named here and run again: the run resumes at its latest "
-                "generation, which is untouched",
+                remedy="mend what is named here and run again; what is published is untouched",
                 details=dict(fate.details),
             )
         return saved

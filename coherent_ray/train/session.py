@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -52,6 +53,7 @@ from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.reduce import LaneReducer
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.update import Update
+from coherent_ray.train.whereabouts import Beacon
 
 Collate = Callable[..., Any]
 
@@ -167,6 +169,7 @@ class Session:
         assert self.model is not None
         for loaded in self._loaded():
             self._update = Update(self, loaded)
+            self.beacon.at(loaded.plan.update, "task")
             yield self._update
             if not self._update.stepped:
                 raise TrainingFailed(
@@ -190,6 +193,7 @@ class Session:
     def advance(self, update: Update, wishes: int) -> None:
         """Take in a finished update: receipt, progress, and a generation where one is due."""
         number = update.number
+        self.beacon.at(number, "save")
         self.position = self.plan.after(number)
         self.stopped = bool(wishes & WISH_STOP)
         ended = self.stopped or number == self.updates_total
@@ -201,12 +205,16 @@ class Session:
         if ended:
             self.boundaries.finish(self.position, self.capture())
         self.progress.update(update, self.chain.tip, self.boundaries, ended=ended)
+        if not ended:
+            self.beacon.at(number + 1, "data")
 
     # --- life -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         admitted = self._admitted
         self._line = Line(admitted.run_id, admitted.attempt, self.rank)
+        stand = partial(self._line.stand, self.ranks)
+        self.beacon = Beacon(stand, self.ranks, self.position.update + 1)
         self.chain = ReceiptChain(admitted.receipt_tip, self.position.update)
         self.loader = Loader(
             datasets.open_configured(self.config, admitted.dataset),
@@ -235,6 +243,7 @@ class Session:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        self.beacon.close()
         self.loader.close()
         try:
             if isinstance(error, Exception):
@@ -253,6 +262,7 @@ class Session:
         number, last = self.position.update + 1, self.updates_total
         if number > last:
             return
+        self.beacon.at(number, "data")
         try:
             for loaded in self.loader.updates(number, last):
                 yield loaded

@@ -15,7 +15,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +24,7 @@ from typing import Any
 
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
-from coherent_ray.train import events
+from coherent_ray.train import driver_log, events
 from coherent_ray.train.events import Event
 
 OnEvent = Callable[[Event], None]
@@ -55,7 +54,7 @@ class Outcome:
     restarts: int
     """Drivers that died and were replaced."""
     log: Path
-    """Where the drivers' own output lies."""
+    """Where the drivers' own output lies; a driver that said nothing leaves none."""
 
 
 @dataclass(slots=True)
@@ -65,6 +64,7 @@ class _Life:
     status: int = 0
     finished: Event | None = None
     error: CoherentRayError | None = None
+    started: bool = False
     progressed: bool = False
     updates: set[int] = field(default_factory=set)
 
@@ -100,7 +100,10 @@ class Supervisor:
         self._barren = 0
         self._seen_cluster = False
         self._alive_at = time.monotonic()
-        self._log = Path(tempfile.mkdtemp(prefix="coherent-ray-")) / "driver.log"
+        self._deaths = 0
+        self._latest: str | None = None
+        self._training = False
+        self._log = driver_log.place(self._config.run.root)
 
     def run(self) -> Outcome:
         """Train until the run is complete, or was asked to stop.
@@ -111,7 +114,11 @@ class Supervisor:
         previous = {s: signal.signal(s, self._pass_on) for s in (signal.SIGINT, signal.SIGTERM)}
         try:
             return self._run()
+        except CoherentRayError as error:
+            self._explain(error)
+            raise
         finally:
+            driver_log.leave(self._log)
             for number, handler in previous.items():
                 signal.signal(number, handler)
             self._end_child()
@@ -126,18 +133,24 @@ class Supervisor:
                 raise life.error
             self._require_no_signal()
             self._restarts += 1
+            self._deaths += life.started
             reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
             self._require_patience(life, reason)
             self._on_event(Event("restarting", reason))
             self._pause(min(2.0**self._barren, LONGEST_PAUSE_S))
             self._require_no_signal()
 
+    def _explain(self, error: CoherentRayError) -> None:
+        """Add to an error what only this process knows: where the log is, and what is published."""
+        error.details.setdefault("latest", self._latest)
+        if driver_log.has_words(self._log):
+            error.details.setdefault("log", str(self._log))
+            if isinstance(error, TrainingFailed | ClusterError):
+                error.details.setdefault("last_words", driver_log.last_words(self._log))
+
     def _require_no_signal(self) -> None:
         if self._signals:
-            raise Interrupted(
-                "stopped before a generation could be published",
-                remedy="run the same command to resume at the latest generation",
-            )
+            raise Interrupted("stopped before a generation could be published")
 
     def _pause(self, seconds: float) -> None:
         """Wait between two drivers, but not once somebody asks to stop."""
@@ -150,12 +163,20 @@ class Supervisor:
         return self._seen_cluster and isinstance(error, ClusterError)
 
     def _require_patience(self, life: _Life, reason: str) -> None:
-        """Count lives that led to nothing, and give up after some.
+        """Count deaths, and lives that led to nothing, and give up after some.
 
         A cluster that was there before gets time to come back; a local one does not go away, so
         what kills its driver again and again is something else.
         """
         now = time.monotonic()
+        allowed = self._config.cluster.max_failures
+        if life.started and self._deaths > allowed >= 0:
+            raise TrainingFailed(
+                f"{self._deaths} driver{'s' if self._deaths > 1 else ''} died, and "
+                f"cluster.max_failures is {allowed}; the last one: {reason}",
+                where=str(self._log),
+                remedy="see its last words there; cluster.max_failures allows more",
+            )
         if life.progressed:
             self._barren = 0
             self._alive_at = now
@@ -170,12 +191,13 @@ class Supervisor:
         raise TrainingFailed(
             f"{self._barren} drivers in a row ended without one update; the last one: {reason}",
             where=str(self._log),
-            remedy="the log named here has their last words; run again to resume",
+            remedy="the log named here has their last words",
         )
 
     def _one_life(self) -> _Life:
         """Start a driver, pass on what it says, and return when it has ended."""
         reading, writing = os.pipe()
+        self._training = False
         with self._log.open("ab") as log:
             self._child = child = subprocess.Popen(
                 [*self._command, str(writing)],
@@ -230,11 +252,15 @@ class Supervisor:
             case "error":
                 life.error = events.to_error(event)
             case "started":
-                self._seen_cluster = True
+                life.started = self._seen_cluster = True
+                self._latest = event.facts.get("latest") or self._latest
                 self._alive_at = time.monotonic()
                 self._on_event(event)
             case "progress":
+                generation = event.facts.get("generation")
+                self._latest = generation["name"] if generation else self._latest
                 update = event.facts.get("progress", {}).get("update")
+                self._training = self._training or update is not None
                 if update is not None:
                     life.updates.add(int(update))
                     life.progressed = len(life.updates) > 1
@@ -260,7 +286,8 @@ class Supervisor:
         # Not said by the handler: it may have interrupted a display in the middle of a line.
         if self._signals and not self._said:
             self._said = True
-            text = "stopping: publishing one more generation (twice more to stop at once)"
+            does = "publishing one more generation" if self._training else "nothing trains yet"
+            text = f"stopping: {does} (twice more to stop at once)"
             self._on_event(Event("note", text))
 
     def _end_child(self) -> None:

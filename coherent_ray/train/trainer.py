@@ -92,7 +92,7 @@ def run_config(config: Config) -> RunConfig:
         name=place.name,
         storage_path=str(place.parent),
         failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-        callbacks=[FatalErrors()],
+        callbacks=[FatalErrors(config)],
     )
 
 

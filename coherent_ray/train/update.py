@@ -174,6 +174,7 @@ class Update:
     def _reduce(self, wishes: int) -> Reduced:
         sums = {lane: _total(parts) for lane, parts in self._losses.items()}
         self.voted = True
+        self._session.beacon.at(self.number, "reduction")
         return self._session.reducer.finish(sums, self._counts, wishes)
 
     def _optimize(self, reduced: Reduced) -> bool:

@@ -132,7 +132,7 @@ def failure(update: int, reasons: Mapping[int, str]) -> TrainingFailed:
     return TrainingFailed(
         f"update {update} failed on rank {ranks}: {first}",
         where=f"rank {ranks}",
-        remedy="see the log of the first of these ranks; the run resumes at its last generation",
+        remedy="see the log of the first of these ranks; mend that, and run again",
         details={"update": update, "ranks": {str(rank): text for rank, text in reasons.items()}},
     )
 

@@ -129,6 +129,8 @@ class Coordinator:
         self._thread.start()
         self.service = Service(run_id, open_root, **options)
         self.reports: list[dict[str, Any]] = []
+        self.places: list[tuple[int, int, int, int, str]] = []
+        """Where ranks said that they are: attempt, rank, ranks, update, phase."""
         self.wishes: list[int] = []
         """What the next updates are answered, one each; then nothing is wished."""
 
@@ -167,6 +169,9 @@ class Line:
 
     def report(self, progress: dict[str, Any], *, now: bool = False) -> None:
         self.coordinator.reports.append(progress)
+
+    def stand(self, ranks: int, update: int, phase: str) -> None:
+        self.coordinator.places.append((self.attempt, self.rank, ranks, update, phase))
 
     def take_wish(self) -> int:
         wishes = self.coordinator.wishes

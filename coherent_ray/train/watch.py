@@ -1,0 +1,157 @@
+"""What a driver says of a run that it watches, beside its progress: who is waited for, and why.
+
+Everything here is told from what the coordinator and Ray answer; nothing decides about the run. One
+`Watch` lasts for one Ray Train controller.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util import placement_group_table
+
+from coherent_ray.config import Cluster
+from coherent_ray.train.whereabouts import Silence
+
+#: Seconds that workers may take to begin before it is said that the cluster is too small for them,
+#: and where it is large enough, that others hold its resources.
+TOO_SMALL_S = 4.0
+HELD_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a cluster has, by Ray's names."""
+
+    all: dict[str, float]
+    free: dict[str, float]
+    asked_for: bool
+    """Whether somebody has asked for some and not got them yet."""
+
+
+class Watch:
+    """Turns the coordinator's statuses into words, each said once, and now and then again."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        attempt: int,
+        *,
+        resources: Callable[[], Resources] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin to watch.
+
+        Args:
+            cluster: The configuration's cluster section.
+            attempt: The newest attempt before this controller was started.
+            resources: Asks what the cluster has; None: asks Ray.
+            clock: Seconds.
+        """
+        self._cluster = cluster
+        self._before = attempt
+        self._resources = resources or rays_resources
+        self._clock = clock
+        self._begun = clock()
+        self._attempt = attempt
+        self._opened = self._begun
+        self._silence = Silence(cluster.quiet_warning_s, cluster.collective_timeout_s)
+        self._waits_s = TOO_SMALL_S
+        self._unadmitted_s = cluster.quiet_warning_s
+        self.failures: dict[str, Any] = {"count": 0, "last": ""}
+        """Of the worker group: how many, and the last one in words."""
+        self.training = False
+        """Whether workers of the newest attempt were admitted."""
+
+    def look(self, status: dict[str, Any] | None) -> Iterator[str]:
+        """Yield what there is to say.
+
+        Args:
+            status: The coordinator's, see `CoordinatorActor.status`; None: there is no coordinator.
+        """
+        now = self._clock()
+        attempt = status["attempt"] if status else self._before
+        same = attempt == self._attempt
+        if status and self.training and same and self._grown(status):
+            # Its workers are gone: from here on, the next attempt is waited for.
+            self._before, self._begun, self._waits_s = attempt, now, TOO_SMALL_S
+        if not same:
+            self._attempt, self._opened = attempt, now
+            self._unadmitted_s = self._cluster.quiet_warning_s
+        admitted = status["admitted"] if status else 0
+        self.training = attempt > self._before and admitted == attempt
+        if attempt <= self._before:
+            yield from self._waiting(now - self._begun)
+        if status is None:
+            return
+        yield from self._failed(status["failures"])
+        if self.training:
+            facts = status["whereabouts"]
+            if facts and facts["attempt"] == attempt and (words := self._silence.words(facts)):
+                yield words
+        elif attempt > self._before:
+            yield from self._admission(now - self._opened)
+
+    def _waiting(self, waited_s: float) -> Iterator[str]:
+        """Say what no worker can start without."""
+        if waited_s < self._waits_s:
+            return
+        there = self._resources()
+        has, free = there.all, there.free
+        wants = wanted(self._cluster)
+        short = any(has.get(name, 0.0) < amount for name, amount in wants.items())
+        if not short and (waited_s < HELD_S or not there.asked_for):
+            self._waits_s = max(self._waits_s, min(HELD_S, waited_s + 1.0))
+            return
+        self._waits_s = waited_s + max(waited_s, 30.0)
+        asks = ", ".join(f"{amount:g} {name}" for name, amount in wants.items())
+        found = ", ".join(
+            f"{has.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in wants
+        )
+        yield (
+            f"waiting for resources: {self._cluster.workers} workers ask for {asks}; the cluster "
+            f"has {found}. It goes on when they are there; Ctrl-C ends the waiting"
+        )
+
+    def _grown(self, status: dict[str, Any]) -> bool:
+        return bool(status["failures"]["count"] > self.failures["count"])
+
+    def _failed(self, failures: dict[str, Any]) -> Iterator[str]:
+        if failures["count"] <= self.failures["count"]:
+            return
+        self.failures = failures
+        allowed = self._cluster.max_failures
+        count = f"failure {failures['count']}"
+        if allowed < 0:
+            yield f"{failures['last']}; {count}, the workers start again"
+        elif failures["count"] <= allowed:
+            yield f"{failures['last']}; {count} of {allowed} allowed, the workers start again"
+
+    def _admission(self, open_s: float) -> Iterator[str]:
+        if open_s < self._unadmitted_s:
+            return
+        self._unadmitted_s = open_s + max(open_s, 30.0)
+        yield (
+            f"the workers started {open_s:.0f} s ago and are not all admitted yet: they check data "
+            f"and state. cluster.admission_timeout_s ({self._cluster.admission_timeout_s:g} s) "
+            "gives up on those that hang"
+        )
+
+
+def rays_resources() -> Resources:
+    """Return what Ray says of the cluster that this process is connected to."""
+    groups = placement_group_table().values()
+    pending = any(group["state"] in {"PENDING", "PREPARED"} for group in groups)
+    return Resources(ray.cluster_resources(), ray.available_resources(), pending)
+
+
+def wanted(cluster: Cluster) -> dict[str, float]:
+    """Return all that a run's workers ask of the cluster, by Ray's names."""
+    each = dict(cluster.resources_per_worker)
+    if cluster.use_gpu:
+        each.setdefault("GPU", 1.0)
+    return {name: amount * cluster.workers for name, amount in each.items() if amount > 0}
