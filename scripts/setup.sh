@@ -71,7 +71,7 @@ set_up() {
         say "bringing .venv up to date: pyproject.toml or constraints.txt has changed"
     else
         make_venv
-        say "installing torch, Ray and the rest of constraints.txt: a minute or two"
+        say "installing torch, Ray and the rest of constraints.txt: 1 to 2 minutes, 2.4 GB (more with CUDA)"
     fi
     cd "$project"
     if [ -n "${COHERENT_RAY_TORCH_INDEX:-}" ]; then

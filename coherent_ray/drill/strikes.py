@@ -113,20 +113,36 @@ class Striker:
                 raise ClusterError(f"run {self._run_id!r} has no coordinator to strike")
             ray.kill(handle, no_restart=False)
             return coordinators.name_of(self._run_id)
-        pid = self._draw.choice(pids_of(strike.target))
+        pid = self._draw.choice(pids_of(strike.target, self._job()))
         os.kill(pid, signal.SIGKILL)
         return str(pid)
 
+    def _job(self) -> str | None:
+        """Return the Ray job of the run's driver: another run's workers are not to be hit."""
+        handle = coordinators.find(self._run_id)
+        if handle is None:
+            return None
+        owner = coordinators.answer(handle.status.remote())["owner"]
+        return str(owner["job"]) if owner else None
 
-def pids_of(target: Target) -> list[int]:
+
+def pids_of(target: Target, job: str | None = None) -> list[int]:
     """Return the process ids of a target, in order.
+
+    Args:
+        target: What to look for.
+        job: Ray job of the run, in hexadecimal; None: any.
 
     Raises:
         ClusterError: There is none.
     """
     # The public state API needs the dashboard, which a local cluster does without.
     actors = ray_state.actor_table(None, None, "ALIVE").values()
-    pids = sorted(actor["Pid"] for actor in actors if actor["ActorClassName"] == CLASSES[target])
+    pids = sorted(
+        actor["Pid"]
+        for actor in actors
+        if actor["ActorClassName"] == CLASSES[target] and job in {None, actor["JobID"]}
+    )
     if not pids:
         raise ClusterError(f"no {target} is alive")
     return pids

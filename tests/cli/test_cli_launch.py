@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from coherent_ray import config
-from coherent_ray.errors import AdmissionRefused
+from coherent_ray.errors import AdmissionRefused, ClusterError
 from coherent_ray.train import supervisor
 from coherent_ray.train.events import Event
 from coherent_ray.train.supervisor import Outcome
@@ -277,15 +277,17 @@ def ray_here(monkeypatch):
     state: dict = {"coordinators": {"first"}, "closed": 0}
     ray = types.ModuleType("ray")
 
-    def init(address, **options):
+    def join(address, **options):
         if state["coordinators"] is None:
-            raise ConnectionError("no cluster")
+            raise ClusterError("no Ray there", where=address) from ConnectionError("no cluster")
         state["address"] = address
 
     def shutdown():
         state["closed"] += 1
 
-    ray.init, ray.shutdown = init, shutdown
+    ray.shutdown = shutdown
+    local_ray = types.ModuleType("coherent_ray.train.local_ray")
+    local_ray.join = join
     coordinators = types.ModuleType("coherent_ray.train.coordinators")
 
     def stop(run_id):
@@ -296,6 +298,7 @@ def ray_here(monkeypatch):
     coordinators.stop = stop
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "coherent_ray.train.coordinators", coordinators)
+    monkeypatch.setitem(sys.modules, "coherent_ray.train.local_ray", local_ray)
     monkeypatch.setattr("coherent_ray.train.coordinators", coordinators, raising=False)
     return state
 
@@ -315,7 +318,7 @@ def test_stop_without_a_cluster(call, published, ray_here):
     assert (done.code, done.out) == (0, "run first has no coordinator: there is nothing to stop\n")
     done = call("stop", published.root, "--address", "head:6379")
     assert done.code == 1
-    assert "head:6379: the Ray cluster is not reachable" in done.err
+    assert "head:6379: no Ray there" in done.err
 
 
 def test_stop_of_no_run(call, tmp_path, ray_here):

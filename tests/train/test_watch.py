@@ -1,0 +1,71 @@
+"""What a driver says while it waits for resources, for admission, and when workers die."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from coherent_ray.config import Cluster
+from coherent_ray.train.watch import Resources, Watch, wanted
+
+
+class Scene:
+    def __init__(self, **settings: Any) -> None:
+        self.now = 0.0
+        self.there = Resources({"CPU": 4.0}, {"CPU": 2.0}, asked_for=True)
+        self.watch = Watch(
+            Cluster(**settings), 3, resources=lambda: self.there, clock=lambda: self.now
+        )
+
+    def at(self, now: float, **changes: Any) -> list[str]:
+        self.now = now
+        status = {
+            "attempt": 3,
+            "admitted": 0,
+            "failures": {"count": 0, "last": ""},
+            "whereabouts": None,
+        }
+        return list(self.watch.look(status | changes))
+
+
+def test_what_is_waited_for_is_said_within_seconds() -> None:
+    scene = Scene(workers=8)
+    assert scene.at(1.0) == []
+    [words] = scene.at(5.0)
+    assert "8 workers ask for 8 CPU; the cluster has 4 CPU (2 free)" in words
+    assert scene.at(6.0) == []
+    assert len(scene.at(40.0)) == 1
+    assert list(scene.watch.look(None)) == []
+
+
+def test_workers_that_merely_start_are_no_lack_of_resources() -> None:
+    scene = Scene(workers=4)
+    scene.there = Resources({"CPU": 4.0}, {"CPU": 0.0}, asked_for=False)
+    assert [words for now in range(100) for words in scene.at(float(now))] == []
+    scene = Scene(workers=4)
+    told = [now for now in range(25) if scene.at(float(now))]
+    assert told == [20]
+
+
+def test_all_resources_are_asked_for() -> None:
+    cluster = Cluster(workers=2, use_gpu=True, resources_per_worker={"CPU": 2.0, "disk": 0.5})
+    assert wanted(cluster) == {"CPU": 4.0, "disk": 1.0, "GPU": 2.0}
+
+
+def test_a_death_is_said_once_and_then_nothing_trains() -> None:
+    scene = Scene(max_failures=5)
+    scene.at(1.0, attempt=4, admitted=4)
+    assert scene.watch.training
+    lost = {"count": 1, "last": "rank 1: gone"}
+    told = scene.at(2.0, attempt=4, admitted=4, failures=lost)
+    assert told == ["rank 1: gone; failure 1 of 5 allowed, the workers start again"]
+    assert scene.at(3.0, attempt=4, admitted=4, failures=lost) == []
+    assert not scene.watch.training
+    assert scene.at(4.0, attempt=5, admitted=5, failures=lost) == []
+    assert scene.watch.training
+
+
+def test_an_admission_that_hangs_is_said() -> None:
+    scene = Scene(quiet_warning_s=30.0)
+    assert scene.at(1.0, attempt=4) == []
+    [words] = scene.at(32.0, attempt=4)
+    assert "not all admitted" in words
