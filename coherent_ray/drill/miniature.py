@@ -29,6 +29,7 @@ from coherent_ray.commit.manifest import (
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.pruning import Pruner
 from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.service import Service
 from coherent_ray.commit.testing.invariants import Witness
 from coherent_ray.digests import digest_of
 from coherent_ray.state.shards import write_shard
@@ -83,19 +84,21 @@ class Process:
             hear: Called with each answer, at the moment at which it leaves.
         """
         self.storage = storage
-        self.log = CommitLog(storage, writer)
-        self.machine = Coordinator(RUN, self.log.read())
+        # Its own way of reading and opening, without its loop: what it trusts, this one trusts.
+        self._service = Service(RUN, lambda: storage)
+        history = self._service._open()
+        self.log = self._service._log
+        self.log.writer = writer
+        self.machine = Coordinator(RUN, history)
         self._hear = hear
         self._todo: deque[StorageAction] = deque()
         self._calls = 0
 
     def open(self, token: str) -> int:
         """Open an attempt as the service does, and return its number."""
-        self.log.open_attempt(RUN, token)
-        history = self.log.read_on()
-        self.log.refresh_hint(history)
+        attempt, history = self._service._append_attempt(token)
         self.tell(HistoryRead(history))
-        return next(body.attempt for body in history.attempts if body.token == token)
+        return attempt
 
     def acknowledge(self, ack: Acknowledgement) -> None:
         """Take a rank's word."""
@@ -330,7 +333,8 @@ class _BeforeRecord:
 
     def create(self, path: str, data: bytes) -> None:
         """As the inner one; what was agreed happens before."""
-        if path.startswith("log/") and self._happens is not None:
+        new = not any(entry.path == path for entry in self._inner.list("log"))
+        if path.startswith("log/") and new and self._happens is not None:
             happens, self._happens = self._happens, None
             happens()
         self._inner.create(path, data)

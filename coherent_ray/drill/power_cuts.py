@@ -16,7 +16,6 @@ all that a verb can see of them, under equal promises, are judged once.
 from __future__ import annotations
 
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -152,10 +151,9 @@ class Cutter:
             if self.done:
                 return
             self.tally.states += 1
-            with _directory() as root:
-                materialise(state.image, root)
+            with on_disk(state.image) as storage:
                 try:
-                    check_recovery(LocalStorage(root / "run"), state.witness)
+                    check_recovery(storage, state.witness)
                 except Broken as broken:
                     self.tally.blame(state, broken)
 
@@ -276,6 +274,14 @@ def _directory() -> Iterator[Path]:
         yield Path(path)
 
 
+@contextmanager
+def on_disk(image: Image) -> Iterator[Storage]:
+    """Make a state real for a while, and give its run's root."""
+    with _directory() as root:
+        materialise(image, root)
+        yield LocalStorage(root / "run")
+
+
 def explore(
     cutter: Cutter,
     scenes: Sequence[str] = SCENES,
@@ -288,7 +294,8 @@ def explore(
         cutter: The disk, and where the counts go.
         scenes: The play.
         deaths: Calls after which a process dies; None: after each.
-        twice: Cut the power again while each state recovers.
+        twice: Cut the power again while each state of the play that nobody's death disturbed
+            recovers.
     """
     calls = len(cutter.steps_of(scenes))
     found = cutter.play(scenes)
@@ -296,15 +303,8 @@ def explore(
     for call in range(1, calls + 1) if deaths is None else deaths:
         if cutter.done:
             break
-        states = cutter.play(scenes, die_after=call)
-        cutter.judge(states)
-        found += states
+        cutter.judge(cutter.play(scenes, die_after=call))
     if twice:
         for state in found:
             cutter.judge(cutter.recover(state))
     return cutter.tally
-
-
-def seconds(begun: float) -> float:
-    """Return the seconds since a moment on the monotonic clock, to a tenth."""
-    return round(time.monotonic() - begun, 1)

@@ -16,9 +16,10 @@ from typing import Any
 from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations
 from coherent_ray.digests import digest_of, new_hasher
-from coherent_ray.errors import NoGeneration, NotFound
+from coherent_ray.errors import CoherentRayError, NoGeneration, NotFound
 from coherent_ray.storage.base import Storage
 
+_GENERATION = re.compile(r"/g(\d+)-a(\d+)/")
 _RECORD = re.compile(r"^log/(\d{20})\.json$")
 
 
@@ -130,8 +131,8 @@ def acknowledgements_are_true(storage: Storage, witness: Witness) -> None:
     bodies = [record["body"] for record in _records(storage, "publish")]
     past = max((b["number"] for b in bodies if b["attempt"] == newest), default=0)
     for path, data in witness.shards.items():
-        number, attempt = map(int, re.findall(r"g(\d+)-a(\d+)/", path)[0])
-        if attempt == newest and number > past:
+        name = _GENERATION.search(path)
+        if name and int(name[2]) == newest and int(name[1]) > past:
             assert storage.read(path) == data, f"{path} is not what was written"
 
 
@@ -168,6 +169,18 @@ def the_hint_is_not_ahead(storage: Storage, witness: Witness) -> None:
     if hint["seq"]:
         record = records[hint["seq"] - 1]
         assert canonical.digest(record) == hint["digest"], "it tells of another record"
+
+
+@invariant
+def damage_is_never_selected(storage: Storage, witness: Witness) -> None:
+    """Of a root that somebody has damaged a reader takes what is as it was written, or nothing."""
+    try:
+        selected = Generations(storage).select("fall_back")
+    except CoherentRayError:
+        return
+    assert _broken(the_log_chain_holds, storage, witness) is None, "a reader believes the log"
+    for shard in selected.manifest.shards if selected else ():
+        assert storage.read(shard.path) == witness.shards[shard.path], f"{shard.path} is damaged"
 
 
 #: All that need nothing but a root; in this order, so that the cause is named before its effects.
@@ -211,6 +224,14 @@ def _records(storage: Storage, kind: str = "") -> list[dict[str, Any]]:
         previous = stored["digest"]
         records.append(record)
     return [record for record in records if kind in {"", record["kind"]}]
+
+
+def _broken(check: Invariant, storage: Storage, witness: Witness) -> Broken | None:
+    try:
+        check(storage, witness)
+    except Broken as broken:
+        return broken
+    return None
 
 
 def _live(storage: Storage) -> list[dict[str, Any]]:
