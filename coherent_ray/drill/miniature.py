@@ -46,7 +46,7 @@ PLAN = PlanIdentity(digest_of(b"data"), 1000, 7, "feistel-v1", 32, 4, 8)
 BLOCK_BYTES = 128
 
 
-def header_of_generation(number: int, attempt: int) -> GenerationHeader:
+def header_of_generation(number: int, attempt: int, ranks: int = RANKS) -> GenerationHeader:
     """Return what all ranks agree on about one generation."""
     return GenerationHeader(
         format=1,
@@ -54,7 +54,7 @@ def header_of_generation(number: int, attempt: int) -> GenerationHeader:
         number=number,
         attempt=attempt,
         claim="invariant",
-        ranks=RANKS,
+        ranks=ranks,
         position=DataPosition(epoch=0, position=320 * number, update=10 * number),
         plan=PLAN,
         layout=LAYOUT,
@@ -70,6 +70,28 @@ def state_bytes(number: int, attempt: int) -> bytes:
     """Return the whole flat state of one generation, which no other one has."""
     words = [digest_of(f"{number} {attempt} {at}".encode())[-64:] for at in range(8)]
     return bytes.fromhex("".join(words))[: LAYOUT.nbytes]
+
+
+def write_and_word(
+    storage: Storage, rank: int, number: int, attempt: int, ranks: int = RANKS
+) -> Acknowledgement:
+    """Write a rank's shard with the product's writer, and return what the rank then says."""
+    state = memoryview(state_bytes(number, attempt))
+    part = state[LAYOUT.cut(rank, ranks) : LAYOUT.cut(rank + 1, ranks)]
+    directory = generation_directory(number, attempt)
+    shard = write_shard(storage, directory, rank, ranks, LAYOUT, part, block_bytes=BLOCK_BYTES)
+    header = header_of_generation(number, attempt, ranks)
+    return Acknowledgement(
+        attempt=attempt,
+        number=number,
+        rank=rank,
+        ranks=ranks,
+        shard=shard,
+        header_digest=digest_of(dump(header)),
+        fingerprint=digest_of(state),
+        tensor_fingerprints=("0" * 16,) * len(LAYOUT.tensors),
+        header=header if rank == 0 else None,
+    )
 
 
 class Process:
@@ -262,22 +284,7 @@ class Run:
         return ack
 
     def _write(self, rank: int, number: int, attempt: int, storage: Storage) -> Acknowledgement:
-        state = memoryview(state_bytes(number, attempt))
-        part = state[LAYOUT.cut(rank, RANKS) : LAYOUT.cut(rank + 1, RANKS)]
-        directory = generation_directory(number, attempt)
-        shard = write_shard(storage, directory, rank, RANKS, LAYOUT, part, block_bytes=BLOCK_BYTES)
-        header = header_of_generation(number, attempt)
-        return Acknowledgement(
-            attempt=attempt,
-            number=number,
-            rank=rank,
-            ranks=RANKS,
-            shard=shard,
-            header_digest=digest_of(dump(header)),
-            fingerprint=digest_of(state),
-            tensor_fingerprints=("0" * 16,) * len(LAYOUT.tensors),
-            header=header if rank == 0 else None,
-        )
+        return write_and_word(storage, rank, number, attempt)
 
     def _word(self, rank: int, number: int, attempt: int) -> Acknowledgement:
         return self._write(rank, number, attempt, MemoryStorage())

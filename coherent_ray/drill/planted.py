@@ -70,7 +70,7 @@ def find(bug: Bug, model: Model = "weak") -> str | None:
         return unsynced is None or not unsynced(step, _finishing[-1] if _finishing else "")
 
     cutter = Cutter(model, believe, most=64, stop_at_first=True)
-    with _planted(
+    with planted(
         (*bug.patches, (LocalWriter, "finish", _noting), (LocalWriter, "rename", _noting))
     ):
         states = cutter.play(bug.scenes)
@@ -95,7 +95,8 @@ def _tampered(last: State) -> str | None:
 
 
 @contextmanager
-def _planted(patches: tuple[Patch, ...]) -> Iterator[None]:
+def planted(patches: tuple[Patch, ...]) -> Iterator[None]:
+    """Plant patches for a while."""
     before = [(thing, name, getattr(thing, name)) for thing, name, _ in patches]
     for thing, name, make in patches:
         setattr(thing, name, make(getattr(thing, name)))
@@ -179,7 +180,9 @@ def _record_first(original: Callable[..., list[Action]]) -> Callable[..., list[A
     return checked
 
 
-def _answer_first(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
+def answer_first(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
+    """Have the machine answer when the manifest is there."""
+
     def written(machine: Coordinator, key: Key) -> list[Action]:
         actions = original(machine, key)
         if not actions:
@@ -234,7 +237,8 @@ def _files_first(original: Callable[..., Any]) -> Callable[..., Any]:
 # --- rules ----------------------------------------------------------------------------------------
 
 
-def _never(result: Any) -> Callable[[Any], Any]:
+def never(result: Any) -> Callable[[Any], Any]:
+    """Have a function always return this."""
     return lambda original: lambda *arguments, **options: result
 
 
@@ -242,14 +246,17 @@ def _shared_directory(original: Any) -> Callable[[int, int], str]:
     return lambda number, attempt: f"generations/g{number}"
 
 
-def _any_attempt(original: Callable[..., str | None]) -> Callable[..., str | None]:
+def any_attempt(original: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Have the log's rules refuse no publish."""
+
     def refuse(standing: Standing, body: PublishBody) -> str | None:
         return None
 
     return refuse
 
 
-def _no_fence(original: Any) -> Callable[..., None]:
+def no_fence(original: Any) -> Callable[..., None]:
+    """Have the log ask no rule before it writes."""
     return lambda log, body, attempt: None
 
 
@@ -281,7 +288,7 @@ def _fork_the_log(image: Image) -> Image:
     return image | {path: canonical.dump(value)}
 
 
-_NO_CHAIN: tuple[Patch, ...] = ((history, "_check_link", _never(None)),)
+_NO_CHAIN: tuple[Patch, ...] = ((history, "_check_link", never(None)),)
 _SHARED: tuple[Patch, ...] = tuple(
     (module, "generation_directory", _shared_directory)
     for module in (manifest, generations, miniature)
@@ -336,7 +343,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "published is answered before the record is written",
         "latest_never_goes_back",
-        patches=((Coordinator, "_manifest_written", _answer_first),),
+        patches=((Coordinator, "_manifest_written", answer_first),),
     ),
     Bug(
         "the hint is written before the record",
@@ -346,12 +353,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the last rank acknowledges before it writes, and nobody looks",
         "latest_is_whole",
-        patches=((Run, "save", _last_shard_last), (performer, "_problem", _never(""))),
+        patches=((Run, "save", _last_shard_last), (performer, "_problem", never(""))),
     ),
     Bug(
         "a shard's size is not checked before publish",
         "latest_is_whole",
-        patches=((performer, "_problem", _never("")),),
+        patches=((performer, "_problem", never("")),),
         scenes=("open", "save", "save_short"),
     ),
     Bug(
@@ -369,12 +376,12 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "a fenced attempt may publish",
         "the_log_chain_holds",
-        patches=((Standing, "_refuse_publish", _any_attempt), (CommitLog, "_check", _no_fence)),
+        patches=((Standing, "_refuse_publish", any_attempt), (CommitLog, "_check", no_fence)),
     ),
     Bug("the chain is not checked", "damage_is_never_selected", patches=_NO_CHAIN),
     Bug(
         "a reader does not check shards",
         "damage_is_never_selected",
-        patches=((generations, "shard_damage", _never([])),),
+        patches=((generations, "shard_damage", never([])),),
     ),
 )
