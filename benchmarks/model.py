@@ -1,6 +1,6 @@
-"""The protocol explored: every interleaving within bounds, over the machine and the log that run.
+"""The protocol explored: every order of events within bounds, over the machine and log that run.
 
-Two coordinators, two or three ranks an attempt, deaths, lost and doubled messages, time-outs. Bounds
+Two coordinators, up to three ranks an attempt, deaths, lost and doubled messages, time-outs. Bounds
 that give more worlds than the limit are explored to the nearest ones, and the table says so.
 
     python benchmarks/model.py
@@ -35,7 +35,7 @@ def main() -> int:
     """Explore; 1 if a property is broken or a planted bug survives."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=PROJECT / "benchmarks/results/model.json")
-    parser.add_argument("--most", type=int, default=20_000, help="worlds for each bounds")
+    parser.add_argument("--most", type=int, default=12_000, help="worlds for each bounds")
     options = parser.parse_args()
     runs: list[dict[str, Any]] = []
     for bounds in BOUNDS:
