@@ -15,7 +15,7 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/claims.md")
+DOCUMENTS = ("README.md", "docs/claims.md", "docs/protocol.md")
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,7 +51,49 @@ def reduction(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-FIGURES = {"replay": replay, "reduction": reduction}
+def crash_states(result: dict[str, Any]) -> str:
+    """Return the power cuts and the planted bugs as two tables."""
+    lines = [
+        "| the disk | power cuts | outcomes | deaths before | different states | broken |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['model']} | {row['cuts']:,} | {row['outcomes']:,} | {row['deaths']:,} | "
+        f"{row['states']:,} | {sum(row['broken'].values())} |"
+        for row in result["models"]
+    ]
+    if note := result.get("note"):
+        lines += ["", note]
+    lines += ["", "| planted bug | found by | on an ordered disk |", "|---|---|---|"]
+    for bug in result["bugs"]:
+        lines.append(f"| {bug['bug']} | {_code(bug['weak'])} | {_code(bug['ordered'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def model(result: dict[str, Any]) -> str:
+    """Return the explored worlds and the rules that were left out as two tables."""
+    bounds = ("ranks", "attempts", "crashes", "losses", "doubles", "timeouts")
+    lines = [
+        "| ranks | attempts | deaths | losses | doubled words | time-outs | worlds | moves | all | "
+        "broken |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        counts = " | ".join(str(run[name]) for name in bounds)
+        whole = "yes" if run["complete"] else "the nearest"
+        broken = run["broken"] or "none"
+        lines.append(f"| {counts} | {run['worlds']:,} | {run['moves']:,} | {whole} | {broken} |")
+    lines += ["", "| rule that is left out | found by |", "|---|---|"]
+    lines += [f"| {bug['bug']} | {_code(bug['found_by'])} |" for bug in result["bugs"]]
+    return "\n".join(lines) + "\n"
+
+
+FIGURES = {
+    "replay": replay,
+    "reduction": reduction,
+    "crash_states": crash_states,
+    "model": model,
+}
 
 
 def rendered(text: str) -> str:
@@ -81,6 +123,10 @@ def main() -> int:
                 path.write_text(after)
     print(f"{'stale' if check else 'rewritten'}: {', '.join(stale) or 'none'}")
     return int(check and bool(stale))
+
+
+def _code(name: str | None) -> str:
+    return f"`{name}`" if name else "hidden"
 
 
 def _short(digest: str) -> str:

@@ -29,6 +29,7 @@ from coherent_ray.commit.manifest import (
     load,
 )
 from coherent_ray.commit.performer import perform
+from coherent_ray.commit.testing.invariants import Witness, latest_is_whole, the_log_chain_holds
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.storage.base import Storage
 
@@ -183,6 +184,8 @@ class Shell:
 def check_published_is_whole(storage: Storage) -> History:
     """The invariant: what the log publishes is there, to the last byte. Returns the log."""
     history = CommitLog(storage).read()
+    the_log_chain_holds(storage, Witness())
+    latest_is_whole(storage, Witness())
     seen = set()
     for publish in history.publishes:
         assert publish.name not in seen, "published twice"

@@ -13,6 +13,7 @@ from coherent_ray.commit.manifest import Manifest, ReceiptSegment, dump
 from coherent_ray.commit.pruning import Pruned, Pruner
 from coherent_ray.commit.records import PinBody, PublishBody
 from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.testing.invariants import check_all
 from coherent_ray.digests import digest_of
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.testing.faults import flipped
@@ -114,6 +115,7 @@ def damage(storage: MemoryStorage, publish: PublishBody, rank: int = 0) -> None:
 
 def check_live_is_whole(storage: Storage) -> History:
     """The invariant: what is live is there to the last byte, and readers take the newest of it."""
+    check_all(storage)
     generations = Generations(storage)
     history = generations.history()
     for publish in history.live:

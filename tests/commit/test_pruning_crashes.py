@@ -223,7 +223,7 @@ def survivors_of_a_prune(
             }
             seen[tuple(sorted(files.items()))] = files
 
-    recorder._forget = forget
+    recorder.forget(forget)
     if not forget:
         recorder.after_step.append(cut)
     Pruner(storage, Policy(1)).prune()

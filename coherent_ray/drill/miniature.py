@@ -1,0 +1,347 @@
+"""A whole run in miniature: two ranks and a coordinator, with the real parts, in one process.
+
+The log, the machine, its hands, the pruner and the shard writer are the product's own; what is left
+out is Ray, the asyncio loop and torch's training. Every scene of the play may be broken off by a
+`Crash` at any system call and is then played again by those who are left: a new coordinator, to
+whom living ranks repeat their words, or a new attempt where a rank has died.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from coherent_ray.commit.coordinator import Coordinator
+from coherent_ray.commit.events import AckReceived, Answer, Event, HistoryRead, StorageAction
+from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import (
+    Acknowledgement,
+    DataPosition,
+    GenerationHeader,
+    PlanIdentity,
+    StateLayout,
+    TensorSpec,
+    dump,
+    generation_directory,
+)
+from coherent_ray.commit.performer import perform
+from coherent_ray.commit.pruning import Pruner
+from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.service import Service
+from coherent_ray.commit.testing.invariants import Witness
+from coherent_ray.digests import digest_of
+from coherent_ray.state.shards import write_shard
+from coherent_ray.storage.base import Storage
+from coherent_ray.storage.testing.faults import Crash
+from coherent_ray.storage.testing.memory import MemoryStorage
+
+RUN = "miniature"
+RANKS = 2
+LAYOUT = StateLayout(
+    (TensorSpec("model/weight", "F32", (4, 8)), TensorSpec("optimizer/exp_avg", "F32", (4, 8)))
+)
+PLAN = PlanIdentity(digest_of(b"data"), 1000, 7, "feistel-v1", 32, 4, 8)
+BLOCK_BYTES = 128
+
+
+def header_of_generation(number: int, attempt: int, ranks: int = RANKS) -> GenerationHeader:
+    """Return what all ranks agree on about one generation."""
+    return GenerationHeader(
+        format=1,
+        run_id=RUN,
+        number=number,
+        attempt=attempt,
+        claim="invariant",
+        ranks=ranks,
+        position=DataPosition(epoch=0, position=320 * number, update=10 * number),
+        plan=PLAN,
+        layout=LAYOUT,
+        values={},
+        environment={},
+        recipe={},
+        receipt_tip=digest_of(b"tip"),
+        receipts=None,
+    )
+
+
+def state_bytes(number: int, attempt: int) -> bytes:
+    """Return the whole flat state of one generation, which no other one has."""
+    words = [digest_of(f"{number} {attempt} {at}".encode())[-64:] for at in range(8)]
+    return bytes.fromhex("".join(words))[: LAYOUT.nbytes]
+
+
+def write_and_word(
+    storage: Storage, rank: int, number: int, attempt: int, ranks: int = RANKS
+) -> Acknowledgement:
+    """Write a rank's shard with the product's writer, and return what the rank then says."""
+    state = memoryview(state_bytes(number, attempt))
+    part = state[LAYOUT.cut(rank, ranks) : LAYOUT.cut(rank + 1, ranks)]
+    directory = generation_directory(number, attempt)
+    shard = write_shard(storage, directory, rank, ranks, LAYOUT, part, block_bytes=BLOCK_BYTES)
+    header = header_of_generation(number, attempt, ranks)
+    return Acknowledgement(
+        attempt=attempt,
+        number=number,
+        rank=rank,
+        ranks=ranks,
+        shard=shard,
+        header_digest=digest_of(dump(header)),
+        fingerprint=digest_of(state),
+        tensor_fingerprints=("0" * 16,) * len(LAYOUT.tensors),
+        header=header if rank == 0 else None,
+    )
+
+
+class Process:
+    """A coordinator process: it knows what the log and the ranks' calls tell it, and no more."""
+
+    def __init__(self, storage: Storage, writer: str, hear: Callable[[Fate], None]) -> None:
+        """Start it; it reads the log.
+
+        Args:
+            storage: The run's root.
+            writer: Its name in the log.
+            hear: Called with each answer, at the moment at which it leaves.
+        """
+        self.storage = storage
+        # Its own way of reading and opening, without its loop: what it trusts, this one trusts.
+        self._service = Service(RUN, lambda: storage)
+        history = self._service._open()
+        self.log = self._service._log
+        self.log.writer = writer
+        self.machine = Coordinator(RUN, history)
+        self._hear = hear
+        self._todo: deque[StorageAction] = deque()
+        self._calls = 0
+
+    def open(self, token: str) -> int:
+        """Open an attempt as the service does, and return its number."""
+        attempt, history = self._service._append_attempt(token)
+        self.tell(HistoryRead(history))
+        return attempt
+
+    def acknowledge(self, ack: Acknowledgement) -> None:
+        """Take a rank's word."""
+        self._calls += 1
+        self.tell(AckReceived(ack, self._calls))
+
+    def work(self) -> None:
+        """Do all that the machine asks of the storage."""
+        while self._todo:
+            event = perform(self._todo.popleft(), self.storage, self.log)
+            if event is not None:
+                self.tell(event)
+
+    def tell(self, event: Event) -> None:
+        """Hand the machine an event."""
+        for action in self.machine.handle(event, 0.0):
+            if isinstance(action, Answer):
+                self._hear(action.fate)
+            else:
+                self._todo.append(action)
+
+
+class Run:
+    """Those who take part, and what they were promised.
+
+    Attributes:
+        witness: The promises.
+        heard: Every answer, in order.
+        after_death: Called when a process has died, before others go on.
+    """
+
+    def __init__(self, storage: Storage, witness: Witness | None = None, name: str = "w") -> None:
+        """Begin or go on; nothing is read yet.
+
+        Args:
+            storage: The run's root.
+            witness: What was promised before.
+            name: Begins the names of writers and tokens.
+        """
+        self.storage = storage
+        self.witness = witness or Witness()
+        self.heard: list[Fate] = []
+        self.after_death: Callable[[], None] = lambda: None
+        self._name = name
+        self._processes = 0
+        self._tokens = 0
+        self._process: Process | None = None
+        self._pending_token: str | None = None
+        self._attempt = 0
+        self._number = 0
+        self._words: dict[int, Acknowledgement] = {}
+        self._rank_at_work = False
+        self._before_record: Callable[[], None] | None = None
+
+    # --- scenes -----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """The driver opens an attempt; it repeats its token until it has an answer."""
+        self._process = self._process or self._started()
+        self._attempt = self._opened(self._process)
+        self._words = {}
+
+    def reopen(self) -> None:
+        """All is started anew, with nothing but the log."""
+        if self._pending_token is None:
+            self._process = None
+        self.open()
+
+    def save(self) -> None:
+        """Every rank writes and acknowledges; the generation is published."""
+        self._write_shards()
+        self._acknowledge()
+
+    def save_short(self) -> None:
+        """A rank acknowledges a shard of which the storage has kept a part."""
+        self._write_shards(short=1)
+        self._acknowledge()
+
+    def save_overtaken(self) -> None:
+        """A rival opens an attempt when the log is read and the record not yet created."""
+        self._before_record, self._process = self._rival, None
+        try:
+            self.save()
+        finally:
+            self._before_record, self._process = None, None
+
+    def rank_comes_late(self) -> None:
+        """A rank of an attempt that is over finishes its shard, and says so."""
+        attempt = self._attempt - 1
+        if attempt in self.witness.attempts:
+            words = self._word(1, 900, attempt)
+            path = words.shard.path
+            if not any(e.path == path for e in self.storage.list(f"generations/g900-a{attempt}")):
+                self._write(1, 900, attempt, self.storage)
+            self._process = self._process or self._started()
+            self._process.acknowledge(words)
+
+    def prune(self) -> None:
+        """The newest generation stays, the others go."""
+        self._processes += 1
+        log = CommitLog(self.storage, f"{self._name}-pruner-{self._processes}")
+        Pruner(self.storage, Policy(1), log=log).prune(self._attempt)
+
+    def go_on(self) -> None:
+        """Nothing fails any more: a new attempt, a generation, a prune."""
+        self.reopen()
+        self._number = CommitLog(self.storage).read().next_number - 1
+        self.save()
+        self.prune()
+
+    # --- playing ----------------------------------------------------------------------------------
+
+    def play(self, scenes: Sequence[str]) -> None:
+        """Play scenes; one that is broken off by a `Crash` is played again by those who live."""
+        for scene in scenes:
+            while True:
+                try:
+                    getattr(self, scene)()
+                except Crash:
+                    self._die()
+                else:
+                    break
+
+    def _die(self) -> None:
+        self.after_death()
+        self._process = None
+        if self._rank_at_work:
+            # The worker group goes down with its rank, and the driver opens another attempt.
+            self._rank_at_work = False
+            self._words = {}
+            self._pending_token = self._pending_token or self._new_token()
+            self.open()
+
+    # --- ranks ------------------------------------------------------------------------------------
+
+    def _write_shards(self, short: int | None = None) -> None:
+        if not self._words:
+            self._number += 1
+        for rank in range(RANKS):
+            if rank not in self._words:
+                self._rank_at_work = True
+                if rank == short:
+                    self._words[rank] = self._half_written(rank)
+                else:
+                    self._words[rank] = self._written(rank)
+                self._rank_at_work = False
+
+    def _written(self, rank: int) -> Acknowledgement:
+        ack = self._write(rank, self._number, self._attempt, self.storage)
+        kept = MemoryStorage()
+        self._write(rank, self._number, self._attempt, kept)
+        self.witness.shards |= kept.files
+        return ack
+
+    def _half_written(self, rank: int) -> Acknowledgement:
+        kept = MemoryStorage()
+        ack = self._write(rank, self._number, self._attempt, kept)
+        with self.storage.open_writer(ack.shard.path) as writer:
+            writer.write(kept.files[ack.shard.path][: ack.shard.size // 2])
+            writer.finish()
+        return ack
+
+    def _write(self, rank: int, number: int, attempt: int, storage: Storage) -> Acknowledgement:
+        return write_and_word(storage, rank, number, attempt)
+
+    def _word(self, rank: int, number: int, attempt: int) -> Acknowledgement:
+        return self._write(rank, number, attempt, MemoryStorage())
+
+    # --- coordinators -----------------------------------------------------------------------------
+
+    def _acknowledge(self) -> None:
+        self._process = self._process or self._started()
+        for ack in list(self._words.values()):
+            self._process.acknowledge(ack)
+        self._process.work()
+        self._words = {}
+
+    def _started(self) -> Process:
+        self._processes += 1
+        storage = self.storage
+        if self._before_record is not None:
+            storage = cast(Storage, _BeforeRecord(storage, self._before_record))
+        return Process(storage, f"{self._name}-{self._processes}", self._hear)
+
+    def _hear(self, fate: Fate) -> None:
+        self.heard.append(fate)
+        if fate.kind == "published" and fate.name not in self.witness.published:
+            self.witness.published.append(fate.name)
+
+    def _rival(self) -> None:
+        self._before_record = None
+        self._processes += 1
+        rival = Process(self.storage, f"{self._name}-{self._processes}", self._hear)
+        self._attempt = self._opened(rival)
+
+    def _opened(self, process: Process) -> int:
+        self._pending_token = token = self._pending_token or self._new_token()
+        attempt = process.open(token)
+        self.witness.attempts[attempt] = token
+        self._pending_token = None
+        return attempt
+
+    def _new_token(self) -> str:
+        self._tokens += 1
+        return f"{self._name}-token-{self._tokens}"
+
+
+class _BeforeRecord:
+    """A storage on which something happens between the reading of the log and the first record."""
+
+    def __init__(self, inner: Storage, happens: Callable[[], None]) -> None:
+        self._inner = inner
+        self._happens: Callable[[], None] | None = happens
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def create(self, path: str, data: bytes) -> None:
+        """As the inner one; what was agreed happens before."""
+        new = not any(entry.path == path for entry in self._inner.list("log"))
+        if path.startswith("log/") and new and self._happens is not None:
+            happens, self._happens = self._happens, None
+            happens()
+        self._inner.create(path, data)

@@ -1,0 +1,154 @@
+"""Planted bugs in the machine and in the log's rules: each is found by a property of a world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from coherent_ray.commit.ballot import Staged
+from coherent_ray.commit.coordinator import Coordinator
+from coherent_ray.commit.events import Action, Key
+from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.history import History, Standing
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.drill.exploration import explore
+from coherent_ray.drill.planted import Patch, answer_first, any_attempt, never, no_fence, planted
+from coherent_ray.drill.world import Bounds, word_of
+
+#: Worlds among which a planted bug must be found.
+MOST = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule that is left out."""
+
+    name: str
+    found_by: str
+    bounds: Bounds
+    patches: tuple[Patch, ...]
+
+
+def find(rule: Rule) -> str | None:
+    """Return the property by which a bug is found; None: it is not."""
+    with planted(rule.patches):
+        return explore(rule.bounds, MOST, finish=False).broken
+
+
+def _counted_twice(original: Callable[..., Fate | None]) -> Callable[..., Fate | None]:
+    def add(stage: Staged, ack: Acknowledgement) -> Fate | None:
+        if ack.rank in stage.votes and stage.missing:
+            stage.votes[stage.missing[0]] = stage.votes[ack.rank]
+        return original(stage, ack)
+
+    return add
+
+
+def _last_one_guessed(original: Callable[..., Fate | None]) -> Callable[..., Fate | None]:
+    def add(stage: Staged, ack: Acknowledgement) -> Fate | None:
+        fate = original(stage, ack)
+        if len(stage.missing) == 1 and ack.rank == 0:
+            original(stage, word_of(stage.missing[0], *stage.key, stage.ranks))
+        return fate
+
+    return add
+
+
+def _old_ones_welcome(original: Any) -> Callable[[Coordinator, Key], Fate | None]:
+    def known(machine: Coordinator, key: Key) -> Fate | None:
+        if key in machine._published:
+            return machine._published_fate(key)
+        return machine._refused.get(key)
+
+    return known
+
+
+def _fence_first(original: Callable[..., Fate | None]) -> Callable[..., Fate | None]:
+    def known(machine: Coordinator, key: Key) -> Fate | None:
+        if key.attempt < machine.attempt:
+            return machine._fenced_fate(key)
+        return original(machine, key)
+
+    return known
+
+
+def _unwritten(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
+    def checked(machine: Coordinator, key: Key, problems: tuple[str, ...]) -> list[Action]:
+        actions = original(machine, key, problems)
+        stage = machine._stages.get(key)
+        if not actions or stage is None or not hasattr(stage, "sealed"):
+            return actions
+        return machine._manifest_written(key)
+
+    return checked
+
+
+def _at_every_word(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
+    def repeated(machine: Coordinator, key: Key, stage: Any, ack: Acknowledgement) -> list[Action]:
+        return machine._settle(key, "failed", "it was said before")
+
+    return repeated
+
+
+_REPEATED: tuple[Patch, ...] = (
+    (History, "record_of", never(None)),
+    (Standing, "_refuse_publish", any_attempt),
+)
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "an acknowledgement is counted twice",
+        "nothing_fails_without_a_cause",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=1),
+        ((Staged, "add", _counted_twice),),
+    ),
+    Rule(
+        "the last rank's word is guessed",
+        "nothing_is_decided_before_the_last_word",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=0),
+        ((Staged, "add", _last_one_guessed),),
+    ),
+    Rule(
+        "an acknowledgement of an old attempt is accepted",
+        "a_fenced_generation_is_not_worked_on",
+        Bounds(crashes=0, losses=0, doubles=0),
+        ((Coordinator, "_known", _old_ones_welcome),),
+    ),
+    Rule(
+        "the fence is asked before the log",
+        "an_answered_fate_never_changes",
+        Bounds(ranks=1, crashes=0, losses=0, doubles=1),
+        ((Coordinator, "_known", _fence_first),),
+    ),
+    Rule(
+        "a fate is answered before the append",
+        "an_answered_fate_never_changes",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=0),
+        ((Coordinator, "_manifest_written", answer_first),),
+    ),
+    Rule(
+        "the manifest is left out",
+        "what_is_published_is_whole",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=0),
+        ((Coordinator, "_checked", _unwritten),),
+    ),
+    Rule(
+        "a word that comes again while its generation is checked fails it",
+        "nothing_fails_without_a_cause",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=1),
+        ((Coordinator, "_repeated", _at_every_word),),
+    ),
+    Rule(
+        "a publish record is not looked for before it is written",
+        "a_generation_is_published_once",
+        Bounds(attempts=1, crashes=1, losses=0, doubles=0),
+        _REPEATED,
+    ),
+    Rule(
+        "the log lets a fenced attempt publish",
+        "a_fenced_attempt_publishes_nothing",
+        Bounds(ranks=1, crashes=0, losses=0, doubles=0),
+        ((Standing, "_refuse_publish", any_attempt), (CommitLog, "_check", no_fence)),
+    ),
+)

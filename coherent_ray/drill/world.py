@@ -1,0 +1,366 @@
+"""The protocol as a world of values: what may happen next, and the world that it makes.
+
+Two places for coordinators, the ranks of each attempt, a network that loses and doubles, a storage.
+Nothing is modelled twice: acknowledgements go to the product's `Coordinator`, what that asks for is
+done by the product's `perform` and `CommitLog` over files in memory, and attempts are opened by
+`CommitLog.open_attempt`. Only time, chance and the network are this module's, and they are choices:
+`World.next` lists them all. A publish is two of them, since another may act between the reading of
+the log and the creation of the record.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from coherent_ray.commit.ballot import Staged
+from coherent_ray.commit.coordinator import Coordinator
+from coherent_ray.commit.events import (
+    AckReceived,
+    Answer,
+    AppendPublish,
+    CheckShards,
+    Event,
+    HistoryRead,
+    Key,
+    RefreshHint,
+    StorageAction,
+    Tick,
+)
+from coherent_ray.commit.history import History
+from coherent_ray.commit.log import CommitLog, record_path
+from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.performer import perform
+from coherent_ray.drill.miniature import RUN, write_and_word
+from coherent_ray.storage.base import Entry
+from coherent_ray.storage.testing.memory import MemoryStorage
+
+COORDINATORS = 2
+LATE = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """How much may happen, all in all."""
+
+    ranks: int = 2
+    attempts: int = 2
+    crashes: int = 1
+    losses: int = 1
+    doubles: int = 1
+    timeouts: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One rank of one attempt, with one generation to save."""
+
+    attempt: int
+    number: int
+    rank: int
+    phase: str = "computes"
+    """``computes``, ``waits``, or the fate that it heard."""
+
+    @property
+    def key(self) -> Key:
+        """Its generation."""
+        return Key(self.attempt, self.number)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Office:
+    """A live coordinator; never changed, only replaced."""
+
+    machine: Coordinator
+    todo: tuple[StorageAction, ...] = ()
+    seen: int | None = None
+    """Where it has just read the log to its end, for the record that it is about to create."""
+    words: frozenset[tuple[Key, int]] = frozenset()
+    """What ranks have told it: generation and rank."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """All that decides what it will do."""
+        machine = self.machine
+        stages = [
+            (key, type(stage).__name__, tuple(sorted(getattr(stage, "votes", ()))))
+            for key, stage in sorted(machine._stages.items())
+        ]
+        return (
+            machine.attempt,
+            tuple(sorted(machine._published.items())),
+            tuple(sorted((key, fate.kind) for key, fate in machine._refused.items())),
+            tuple(stages),
+            tuple((key, tuple(sorted(calls))) for key, calls in sorted(machine._waiting.items())),
+            tuple((type(a).__name__, getattr(a, "key", None)) for a in self.todo),
+            self.seen,
+        )
+
+
+Message = tuple[str, int, object]
+"""``("word", member, office)`` or ``("answer", member, kind)``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class World:
+    """One moment."""
+
+    bounds: Bounds
+    files: dict[str, bytes] = field(default_factory=dict)
+    history: History = field(default_factory=History)
+    offices: tuple[Office | None, ...] = (None,) * COORDINATORS
+    members: tuple[Member, ...] = ()
+    network: tuple[Message, ...] = ()
+    told: frozenset[tuple[Key, str]] = frozenset()
+    """Fates that left a coordinator, by generation."""
+    asked: tuple[str, ...] = ()
+    """What was asked for that must not be, in words; the machine's own rules."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What makes this world another one; the hint, which nobody believes, does not."""
+        named = tuple(path for path in sorted(self.files) if path != "latest.json")
+        records = tuple(record.digest for record in self.history.records)
+        offices = tuple(office.identity if office else None for office in self.offices)
+        network = tuple(sorted(self.network, key=repr))
+        told = frozenset(self.told)
+        return (self.bounds, named, records, offices, self.members, network, told, self.asked)
+
+    def next(self) -> Iterator[tuple[str, World]]:
+        """Yield everything that may happen now: in words, and what the world is then."""
+        for index in range(COORDINATORS):
+            yield from self._of_office(index)
+        for index in range(len(self.members)):
+            yield from self._of_member(index)
+        for message in dict.fromkeys(self.network):
+            yield from self._of_message(message)
+
+    # --- coordinators -----------------------------------------------------------------------------
+
+    def _of_office(self, index: int) -> Iterator[tuple[str, World]]:
+        office, bounds = self.offices[index], self.bounds
+        if office is None:
+            if index and self.offices[0] is None:
+                return  # the two places are alike
+            read = Office(Coordinator(RUN, self.history))
+            yield f"coordinator {index} starts", self._seat(index, read)
+            return
+        if bounds.crashes:
+            fewer = replace(self, bounds=replace(bounds, crashes=bounds.crashes - 1))
+            yield f"coordinator {index} is killed", fewer._seat(index, None)
+        if bounds.attempts:
+            yield f"an attempt opens at {index}", self._open(index, office)
+        if office.machine.attempt < self.history.attempt:
+            read_on = self._hear(index, office, HistoryRead(self.history))
+            yield f"coordinator {index} reads on", read_on
+        if bounds.timeouts and office.machine.deadline is not None:
+            later = replace(self, bounds=replace(bounds, timeouts=bounds.timeouts - 1))
+            later = later._hear(index, office, HistoryRead(self.history))
+            waiting = later.offices[index]
+            assert waiting is not None
+            yield f"time runs out at {index}", later._hear(index, waiting, Tick())
+        if office.todo:
+            yield from self._work(index, office)
+
+    def _open(self, index: int, office: Office) -> World:
+        storage, log = self._reached(None)
+        token = f"token-{self.bounds.attempts}"
+        attempt = CommitLog(storage, f"opens-{index}").open_attempt(RUN, token).seq
+        history = log.read_on()
+        attempt = history.attempt
+        bounds = replace(self.bounds, attempts=self.bounds.attempts - 1)
+        joined = tuple(Member(attempt, history.next_number, rank) for rank in range(bounds.ranks))
+        opened = replace(
+            self, bounds=bounds, files=storage.files, history=history,
+            members=self.members + joined,
+        )  # fmt: skip
+        return opened._hear(index, office, HistoryRead(history))
+
+    def _work(self, index: int, office: Office) -> Iterator[tuple[str, World]]:
+        action, *rest = office.todo
+        what = type(action).__name__
+        if isinstance(action, AppendPublish) and office.seen is None:
+            looked = replace(office, seen=self.history.seq)
+            yield f"coordinator {index} reads the log to append", self._seat(index, looked)
+            return
+        storage, log = self._reached(office.seen)
+        event = perform(action, storage, log)
+        storage.fresh = True
+        done = replace(self, files=storage.files, history=log.read_on())
+        after = replace(office, todo=tuple(rest), seen=None)
+        heard = done._seat(index, after) if event is None else done._hear(index, after, event)
+        yield f"coordinator {index}: {what}", heard
+        if self.bounds.crashes and not isinstance(action, CheckShards | RefreshHint):
+            bounds = replace(self.bounds, crashes=self.bounds.crashes - 1)
+            dead = replace(done, bounds=bounds)._seat(index, None)
+            yield f"coordinator {index} is killed after {what}", dead
+
+    def _hear(self, index: int, office: Office, event: Event) -> World:
+        """Hand a copy of the machine an event, and take in what it answers and asks for."""
+        machine = _copied(office.machine)
+        now = LATE if isinstance(event, Tick) else 0.0
+        todo, network, told = list(office.todo), list(self.network), set(self.told)
+        asked = list(self.asked)
+        for action in machine.handle(event, now):
+            if isinstance(action, Answer):
+                told.add((Key(action.fate.attempt, action.fate.number), action.fate.kind))
+                network.append(("answer", action.call, action.fate.kind))
+                continue
+            todo.append(action)
+            if isinstance(action, CheckShards):
+                asked += self._too_early(machine, action.key, office)
+        seated = replace(office, machine=machine, todo=tuple(todo))
+        changed = replace(self, network=tuple(network), told=frozenset(told), asked=tuple(asked))
+        changed = changed._seat(index, seated)
+        return changed if self.bounds.losses else changed._all_heard()
+
+    def _all_heard(self) -> World:
+        """Let every answer arrive: where none can be lost, when it does makes no difference."""
+        world = replace(self, network=tuple(m for m in self.network if m[0] == "word"))
+        for kind, member, fate in self.network:
+            if kind == "answer" and self.members[member].phase == "waits":
+                world = world._now(member, str(fate))
+        return world
+
+    def _too_early(self, machine: Coordinator, key: Key, office: Office) -> Iterator[str]:
+        if key.attempt < machine.attempt:
+            yield f"fenced: {key} is worked on in attempt {machine.attempt}"
+        missing = [r for r in range(self.bounds.ranks) if (key, r) not in office.words]
+        if missing:
+            yield f"early: {key} is decided without ranks {missing}"
+
+    # --- ranks and what is between ----------------------------------------------------------------
+
+    def _of_member(self, index: int) -> Iterator[tuple[str, World]]:
+        member = self.members[index]
+        who = f"rank {member.rank} of {member.key}"
+        if member.phase == "computes":
+            files = self.files | _shard(member.rank, *member.key, self.bounds.ranks)[1]
+            yield from replace(self, files=files)._calls(index, f"{who} writes and calls")
+        elif self._forgotten(index):
+            yield from self._calls(index, f"{who} calls again")
+
+    def _calls(self, index: int, what: str) -> Iterator[tuple[str, World]]:
+        for place, office in enumerate(self.offices):
+            if office is not None:
+                word: Message = ("word", index, place)
+                sent = replace(self, network=(*self.network, word))
+                yield f"{what} {place}", sent._now(index, "waits")
+
+    def _forgotten(self, index: int) -> bool:
+        """Whether a rank waits, and nobody will ever answer: its call is made again."""
+        if self.members[index].phase != "waits":
+            return False
+        on_its_way = any(message[1] == index for message in self.network)
+        kept = any(
+            index in calls
+            for office in self.offices
+            if office is not None
+            for calls in office.machine._waiting.values()
+        )
+        return not on_its_way and not kept
+
+    def _of_message(self, message: Message) -> Iterator[tuple[str, World]]:
+        kind, index, what = message
+        network = list(self.network)
+        network.remove(message)
+        left = replace(self, network=tuple(network))
+        bounds = self.bounds
+        if bounds.losses:
+            fewer = replace(bounds, losses=bounds.losses - 1)
+            yield f"a lost {kind}", replace(left, bounds=fewer)
+        if kind == "answer":
+            phase = self.members[index].phase
+            yield f"rank hears {what}", left._now(index, str(what)) if phase == "waits" else left
+            return
+        assert isinstance(what, int)
+        office = self.offices[what]
+        if office is None:
+            yield "a word reaches nobody", left
+            return
+        member = self.members[index]
+        ack = _shard(member.rank, *member.key, bounds.ranks)[0]
+        told = replace(office, words=office.words | {(member.key, member.rank)})
+        if ack.attempt > told.machine.attempt:  # as the service does
+            left = left._hear(what, told, HistoryRead(self.history))
+            told = left.offices[what] or told
+        heard = left._hear(what, told, AckReceived(ack, index))
+        yield f"word of rank {member.rank} at {what}", heard
+        if bounds.doubles:
+            fewer = replace(bounds, doubles=bounds.doubles - 1)
+            again = replace(left, network=self.network, bounds=fewer)
+            heard = again._hear(what, told, AckReceived(ack, index))
+            yield f"doubled word at {what}", heard
+
+    # --- leaves -----------------------------------------------------------------------------------
+
+    def _seat(self, index: int, office: Office | None) -> World:
+        offices = list(self.offices)
+        offices[index] = office
+        return replace(self, offices=tuple(offices))
+
+    def _now(self, index: int, phase: str) -> World:
+        members = list(self.members)
+        members[index] = replace(members[index], phase=phase)
+        return replace(self, members=tuple(members))
+
+    def _reached(self, seen: int | None) -> tuple[_Stale, CommitLog]:
+        """Return a copy of the storage, and a view of the log that has read up to some record."""
+        storage = _Stale(self.history.seq if seen is None else seen)
+        storage.files = dict(self.files)
+        log = CommitLog(storage, "writer")
+        log._known = History.of(self.history.records[: storage.seen])
+        return storage, log
+
+
+def word_of(rank: int, attempt: int, number: int, ranks: int) -> Acknowledgement:
+    """Return what a rank says when it has written its shard."""
+    return _shard(rank, attempt, number, ranks)[0]
+
+
+class _Stale(MemoryStorage):
+    """A storage whose log ends where it was read to, until its reader tries to write."""
+
+    def __init__(self, seen: int) -> None:
+        super().__init__()
+        self.seen = seen
+        self.fresh = False
+        """Whether all is seen by now."""
+
+    def create(self, path: str, data: bytes | bytearray | memoryview) -> None:
+        """As in memory; from now on all is seen."""
+        self.fresh = True
+        super().create(path, data)
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        """As in memory, without what is not seen."""
+        yield from (entry for entry in super().list(prefix) if not self._hides(entry.path))
+
+    def _file(self, path: str) -> bytes:
+        return super()._file("unseen" if self._hides(path) else path)
+
+    def _hides(self, path: str) -> bool:
+        return not self.fresh and path.startswith("log/") and path > record_path(self.seen)
+
+
+def _copied(machine: Coordinator) -> Coordinator:
+    made = copy.copy(machine)
+    made._published = dict(machine._published)
+    made._refused = dict(machine._refused)
+    made._stages = {
+        key: replace(stage, votes=dict(stage.votes)) if isinstance(stage, Staged) else stage
+        for key, stage in machine._stages.items()
+    }
+    made._waiting = {key: list(calls) for key, calls in machine._waiting.items()}
+    return made
+
+
+@functools.cache
+def _shard(
+    rank: int, attempt: int, number: int, ranks: int
+) -> tuple[Acknowledgement, dict[str, bytes]]:
+    storage = MemoryStorage()
+    ack = write_and_word(storage, rank, number, attempt, ranks)
+    return ack, storage.files
