@@ -133,7 +133,7 @@ class Pruner:
         retired = decided.retire
         if not dry_run:
             retired = self._retire(retired, attempt)
-            history = self._log.read_on()
+            history = self._log.settled()  # files go by it: no power cut may take its word back
             held = self.watch.look()
         doomed = history.retired | {key_of(publish) for publish in retired}
         found = survey(

@@ -201,7 +201,7 @@ class Service:
     def _open(self) -> History:
         self._storage = self._open_root()
         self._log = CommitLog(self._storage)
-        history = self._log.read()
+        history = self._log.settled()
         if history.run_id not in {None, self._run_id}:
             raise WrongRun(
                 f"the root holds run {history.run_id!r}, not {self._run_id!r}",
@@ -217,13 +217,13 @@ class Service:
 
     def _append_attempt(self, token: str) -> tuple[int, History]:
         self._log.open_attempt(self._run_id, token)
-        history = self._log.read_on()
+        history = self._log.settled()
         self._log.refresh_hint(history)
         return next(a.attempt for a in history.attempts if a.token == token), history
 
     async def _read_on(self) -> None:
         try:
-            history = await self._blocking(self._log.read_on)
+            history = await self._blocking(self._log.settled)
         except CoherentRayError as error:
             self.last_error = str(error)
         else:

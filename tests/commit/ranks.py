@@ -131,7 +131,7 @@ class Shell:
     def __init__(self, storage: Storage, run_id: str = RUN, **options: Any) -> None:
         self.storage = storage
         self.log = CommitLog(storage)
-        self.machine = Coordinator(run_id, self.log.read(), **options)
+        self.machine = Coordinator(run_id, self.log.settled(), **options)
         self.todo: deque[StorageAction] = deque()
         self.answers: dict[int, Fate] = {}
         self.calls = 0
@@ -139,7 +139,7 @@ class Shell:
     def open(self, token: str) -> int:
         """Open an attempt, as the actor does."""
         body = self.log.open_attempt(self.machine.run_id, token).body
-        self.tell(HistoryRead(self.log.read()))
+        self.tell(HistoryRead(self.log.settled()))
         return body.attempt  # type: ignore[union-attr]
 
     def acknowledge(self, ack: Acknowledgement, now: float = 0.0) -> int:

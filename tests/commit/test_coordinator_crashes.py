@@ -32,11 +32,11 @@ def prepared() -> MemoryStorage:
     return storage
 
 
-def calls_of_a_save() -> list[str]:
-    """The verb of every call on the storage, from the start of a coordinator to the hint."""
-    faulty = FaultyStorage(prepared())
+def calls_of_a_save() -> list[bool]:
+    """Of every call, from the start of a coordinator to the hint, whether it changes something."""
+    faulty, there = FaultyStorage(prepared()), prepared().files
     Shell(faulty, read_back=True).save(RANKS)
-    return [verb for verb, _ in faulty.calls]
+    return [verb == "replace" or (verb == "create" and p not in there) for verb, p in faulty.calls]
 
 
 #: Every call, by its place.
@@ -44,11 +44,10 @@ CALLS = range(1, len(calls_of_a_save()) + 1)
 #: Every moment to die in: before each call, and after each that changes something.
 DEATHS: list[tuple[int, Effect]] = [(at, "crash_before") for at in CALLS]
 DEATHS += [
-    (at, "crash_after") for at, verb in zip(CALLS, calls_of_a_save(), strict=True)
-    if verb in {"create", "replace"}
+    (at, "crash_after") for at, changes in zip(CALLS, calls_of_a_save(), strict=True) if changes
 ]  # fmt: skip
-#: How many of them read the log at the start.
-AT_START = 3
+#: How many of them read the log at the start, and settle its end.
+AT_START = 5
 
 
 # --- one coordinator, killed anywhere -------------------------------------------------------------

@@ -218,3 +218,30 @@ def test_without_one_kind_of_sync_the_promise_would_be_broken(
 
     Cuts(recorder, done, look, most=20).cut()
     assert broken > 0
+
+
+def test_what_is_answered_by_a_record_that_another_left_unsynced_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its writer dies between link and sync; whoever answers by the record settles it first."""
+    record = "run/log/00000000000000000003.json"
+    answered: list[str] = []
+    recorder = recorded(monkeypatch, tmp_path)
+    first = Shell(LocalStorage(tmp_path / "run"))
+    attempt = first.open("token-1")
+    save(first, 1, attempt, answered)
+
+    def die() -> None:
+        if recorder.steps[-1] == "link" and (tmp_path / record).exists():
+            recorder.after_step.clear()
+            raise Crash
+
+    recorder.after_step.append(die)
+    with pytest.raises(Crash):
+        save(first, 2, attempt, answered)
+    assert answered == ["g1-a1"]
+    assert not all(record in tree for tree in recorder.survivors()), "the window was not reached"
+    second = Shell(LocalStorage(tmp_path / "run"))
+    group = Ranks(ranks=RANKS, number=2, attempt=attempt, update=20)
+    assert {fate.kind for fate in second.save(group)} == {"published"}
+    assert all(record in tree for tree in recorder.survivors())

@@ -282,7 +282,7 @@ def orders(first: int, second: int) -> Iterable[tuple[int, ...]]:
 def outcomes(prune: Callable[[Storage], object]) -> set[tuple[object, object]]:
     """What a reader and a pruner come to, in every order of their verbs: reads, sees the hold."""
     seen = set()
-    for order in orders(3, 7):
+    for order in orders(3, 9):
         run = run_of(2)
         body = run.log.read().publishes[0]
 

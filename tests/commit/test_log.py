@@ -160,7 +160,8 @@ def test_a_record_that_is_seen_but_never_said_to_be_durable_is_not_a_success() -
 def test_an_append_that_failed_left_nothing_and_can_be_repeated(
     effect: str, kind: type[StorageError]
 ) -> None:
-    storage = FaultyStorage(started(), [Fault(effect, verb="create")])  # type: ignore[arg-type]
+    fault = Fault(effect, verb="create", path=record_path(3))  # type: ignore[arg-type]
+    storage = FaultyStorage(started(), [fault])
     log = CommitLog(storage)
     with pytest.raises(kind):
         log.append(publish(2), 1)
@@ -192,11 +193,13 @@ def test_taken_and_absent_at_once_is_asked_again_a_few_times() -> None:
 
     storage = Confused()
     storage.files = dict(started().files)
+    log = CommitLog(storage)
+    log.settled()
     storage.conflicts = 2
-    assert CommitLog(storage).append(publish(2), 1).seq == 3
+    assert log.append(publish(2), 1).seq == 3
     storage.conflicts = 3
     with pytest.raises(StorageError):
-        CommitLog(storage).append(publish(3), 1)
+        log.append(publish(3), 1)
 
 
 # --- a writer that dies ---------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_view_keeps_what_it_has_checked() -> None:
     """A long-lived writer reads what is new; a reader that must know reads all."""
     storage = FaultyStorage(started(5))
     log = CommitLog(storage)
-    log.read_on()
+    log.settled()
     storage.calls.clear()
     log.append(publish(6), 1)
     assert len(storage.calls) <= 2

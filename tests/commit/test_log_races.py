@@ -11,7 +11,7 @@ from logs import names, started
 from test_history import publish
 from turns import interleave
 
-from coherent_ray.commit.log import CommitLog, History, Record
+from coherent_ray.commit.log import CommitLog, History, Record, record_path
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.errors import Fenced, SaveFailed, StorageError
 from coherent_ray.storage import LocalStorage
@@ -52,7 +52,7 @@ def check_results(storage: Storage, results: list[object]) -> History:
 
 def test_publishing_against_an_opening_either_comes_before_or_is_fenced() -> None:
     seen = set()
-    for order in orders(4, 5):
+    for order in orders(6, 7):
         storage = started(0)
         results = interleave([storage] * 2, [appends(publish(2)), opens("token-2")], order)
         history = check_results(storage, results)
@@ -67,7 +67,7 @@ def test_publishing_against_an_opening_either_comes_before_or_is_fenced() -> Non
 
 
 def test_two_coordinators_of_one_attempt_publish_one_generation_once() -> None:
-    for order in orders(4, 4):
+    for order in orders(6, 6):
         storage = started(0)
         results = interleave([storage] * 2, [appends(publish(2)), appends(publish(2))], order)
         history = check_results(storage, results)
@@ -77,7 +77,7 @@ def test_two_coordinators_of_one_attempt_publish_one_generation_once() -> None:
 
 def test_two_generations_of_one_attempt_are_published_in_order_or_not_at_all() -> None:
     seen = set()
-    for order in orders(4, 4):
+    for order in orders(6, 6):
         storage = started(0)
         results = interleave([storage] * 2, [appends(publish(2)), appends(publish(3))], order)
         history = check_results(storage, results)
@@ -89,7 +89,7 @@ def test_two_generations_of_one_attempt_are_published_in_order_or_not_at_all() -
 
 def test_two_openings_get_two_numbers() -> None:
     seen = set()
-    for order in orders(5, 5):
+    for order in orders(7, 7):
         storage = started(0)
         results = interleave([storage] * 2, [opens("token-a"), opens("token-b")], order)
         history = check_results(storage, results)
@@ -103,9 +103,9 @@ def test_two_openings_get_two_numbers() -> None:
 def test_races_with_lost_answers(lost: int) -> None:
     """Writer `lost` never hears that its first record landed."""
     seen = set()
-    for order in orders(4, 5):
+    for order in orders(6, 7):
         storage = started(0)
-        faulty = FaultyStorage(storage, [Fault("lose_answer", verb="create")])
+        faulty = FaultyStorage(storage, [Fault("lose_answer", verb="create", path=record_path(2))])
         storages = [faulty if index == lost else storage for index in range(2)]
         results = interleave(storages, [appends(publish(2)), opens("token-2")], order)
         history = check_results(storage, results)

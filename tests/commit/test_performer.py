@@ -17,7 +17,7 @@ from coherent_ray.commit.events import (
     ShardsChecked,
     WriteManifest,
 )
-from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.log import CommitLog, record_path
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import digest_of
@@ -170,7 +170,7 @@ def test_a_failing_storage_leaves_the_append_unknown(
     storage: MemoryStorage, effect: Effect
 ) -> None:
     CommitLog(storage).open_attempt(RUN, "first")
-    faulty = FaultyStorage(storage, [Fault(effect, verb="create", path="log/")])
+    faulty = FaultyStorage(storage, [Fault(effect, verb="create", path=record_path(2))])
     event = perform(append(), faulty, CommitLog(faulty))
     assert isinstance(event, AppendFailed)
     assert event.outcome == "unknown"

@@ -60,7 +60,6 @@ def test_a_second_power_cut_while_a_run_recovers_changes_nothing() -> None:
     assert cutter.tally.states > 50
 
 
-@pytest.mark.xfail(reason="a record that was only read is not made durable first", strict=False)
 def test_what_a_dead_process_left_in_memory_is_not_built_upon() -> None:
     """Its record can be read and is not durable: who answers by it must make it so first."""
     cutter = Cutter()
