@@ -15,7 +15,7 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/claims.md")
+DOCUMENTS = ("README.md", "docs/claims.md", "docs/protocol.md")
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -51,7 +51,22 @@ def reduction(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-FIGURES = {"replay": replay, "reduction": reduction}
+def power_cuts(result: dict[str, Any]) -> str:
+    """Return the real power cuts as a table: a row for each file system, cut and control."""
+    lines = [
+        "| file system | journal's end | syncs left out | cuts | promises broken after |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["campaigns"]:
+        journal = "lost" if row["shutdown"] == "nologflush" else "written"
+        left_out = "none" if row["forgets"] == "nothing" else f"of {row['forgets']} (control)"
+        lines.append(
+            f"| {row['file_system']} | {journal} | {left_out} | {row['cuts']} | {row['failures']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+FIGURES = {"replay": replay, "reduction": reduction, "power_cuts": power_cuts}
 
 
 def rendered(text: str) -> str:

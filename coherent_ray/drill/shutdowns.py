@@ -168,7 +168,8 @@ class _Careless:
 def _round(disk: Disk, journal: Journal, after_s: float, promises: Promises) -> Cut:
     root = disk.place / "run"
     before = len(promises.published)
-    worker = threading.Thread(target=_save_until_it_fails, args=(root, promises))
+    wrong: list[str] = []
+    worker = threading.Thread(target=_save_until_it_fails, args=(root, promises, wrong))
     worker.start()
     time.sleep(after_s)
     disk.cut(journal)
@@ -176,7 +177,7 @@ def _round(disk: Disk, journal: Journal, after_s: float, promises: Promises) -> 
     disk.unmount()
     disk.mount()
     storage = LocalStorage(root)
-    problems = judged(storage, promises)
+    problems = wrong + judged(storage, promises)
     untold, remains = False, 0
     if not problems:
         history = CommitLog(storage).read()
@@ -187,7 +188,7 @@ def _round(disk: Disk, journal: Journal, after_s: float, promises: Promises) -> 
     return Cut(after_s, promised, untold, remains, tuple(problems))
 
 
-def _save_until_it_fails(root: Path, promises: Promises) -> None:
+def _save_until_it_fails(root: Path, promises: Promises, wrong: list[str]) -> None:
     saves = Saves(lambda: LocalStorage(root), RANKS, retention=KEEP)
     try:
         saves.open()
@@ -195,6 +196,8 @@ def _save_until_it_fails(root: Path, promises: Promises) -> None:
             pass
     except StorageError:
         pass  # the cut came while the attempt opened
+    except Exception as error:
+        wrong.append(f"a cut is no error of the storage: {type(error).__name__}: {error}")
     finally:
         saves.close()
 
