@@ -88,11 +88,27 @@ def model(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def power_cuts(result: dict[str, Any]) -> str:
+    """Return the real power cuts as a table: a row for each file system, cut and control."""
+    lines = [
+        "| file system | journal's end | syncs left out | cuts | promises broken after |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["campaigns"]:
+        journal = "lost" if row["shutdown"] == "nologflush" else "written"
+        left_out = "none" if row["forgets"] == "nothing" else f"of {row['forgets']} (control)"
+        lines.append(
+            f"| {row['file_system']} | {journal} | {left_out} | {row['cuts']} | {row['failures']} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 FIGURES = {
     "replay": replay,
     "reduction": reduction,
     "crash_states": crash_states,
     "model": model,
+    "power_cuts": power_cuts,
 }
 
 

@@ -86,13 +86,13 @@ class LocalStorage:
 
     def size(self, path: str) -> int:
         """Return a file's size in bytes."""
-        with self._open(path) as file:
+        with self._open(path) as file, explained(self._where(path)):
             return os.fstat(file).st_size
 
     def written_at(self, path: str) -> datetime | None:
         """Return when a file was last changed; see `Dated`."""
         try:
-            with self._open(path) as file:
+            with self._open(path) as file, explained(self._where(path)):
                 return datetime.fromtimestamp(os.fstat(file).st_mtime, UTC)
         except NotFound:
             return None
@@ -181,7 +181,9 @@ class LocalStorage:
             finally:
                 os.close(directory)
         try:
-            if not stat.S_ISREG(os.fstat(file).st_mode):
+            with explained(where):  # a device may fail between any two calls
+                regular = stat.S_ISREG(os.fstat(file).st_mode)
+            if not regular:
                 raise NotFound("there is something here, but it is no file", where=where)
             yield file
         finally:

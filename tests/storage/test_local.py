@@ -334,3 +334,30 @@ def test_when_a_file_was_written_is_for_people(tmp_path: Path) -> None:
     assert storage.written_at("log/1") == datetime.fromtimestamp(1e9, UTC)
     for path in ("log/2", "log", "nothing/1"):
         assert storage.written_at(path) is None
+
+
+@pytest.mark.parametrize("verb", ["read", "read_into", "size", "written_at"])
+def test_a_device_that_fails_once_the_file_is_open_is_said_with_its_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
+) -> None:
+    """Seen after real power cuts: opening came from memory, the next call from the device."""
+    storage = LocalStorage(tmp_path)
+    storage.create("shard", b"x")
+    asked: dict[str, Callable[[], object]] = {
+        "read": lambda: storage.read("shard"),
+        "read_into": lambda: storage.read_into("shard", 0, memoryview(bytearray(1))),
+        "size": lambda: storage.size("shard"),
+        "written_at": lambda: storage.written_at("shard"),
+    }
+
+    def fstat(descriptor: int) -> os.stat_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(StorageError, match="input/output error") as caught:
+        asked[verb]()
+    monkeypatch.undo()
+    assert caught.value.where == str(tmp_path / "shard")
+    assert caught.value.details["errno"] == "EIO"
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
