@@ -19,7 +19,9 @@ import uuid
 
 from coherent_ray import canonical
 from coherent_ray.commit.history import History, RecordRefused
+from coherent_ray.commit.manifest import LaterFormat
 from coherent_ray.commit.records import (
+    RECORD_BYTES,
     AttemptBody,
     Body,
     PinBody,
@@ -34,12 +36,14 @@ from coherent_ray.errors import (
     ConfigError,
     Fenced,
     LogDamaged,
+    NewerLog,
     NotFound,
     SaveFailed,
     StorageError,
     WrongRun,
 )
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import read_bounded
 
 __all__ = [
     "AttemptBody",
@@ -55,7 +59,7 @@ __all__ = [
 
 DIRECTORY = "log"
 HINT = "latest.json"
-_NAME = re.compile(rf"^{DIRECTORY}/(\d{{20}})\.json$")
+_NAME = re.compile(rf"{DIRECTORY}/([0-9]{{20}})\.json")
 #: How often a number may be both taken and unreadable before the storage is called inconsistent.
 _PATIENCE = 3
 
@@ -196,7 +200,7 @@ class CommitLog:
         return self._read_on(known, known.seq if known.records else self._last_listed())
 
     def _last_listed(self) -> int:
-        names = (_NAME.match(entry.path) for entry in self._storage.list(DIRECTORY))
+        names = (_NAME.fullmatch(entry.path) for entry in self._storage.list(DIRECTORY))
         return max((int(name[1]) for name in names if name), default=0)
 
     def _read_on(self, history: History, at_least: int) -> History:
@@ -205,11 +209,14 @@ class CommitLog:
         while True:
             seq = history.seq + len(records) + 1
             try:
-                records.append(decode(self._storage.read(record_path(seq))))
+                data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
+                records.append(decode(data))
             except NotFound:
                 if seq <= at_least:
                     raise _damaged(seq, "the record is missing, but later ones exist") from None
                 break
+            except LaterFormat as error:
+                raise _newer(seq, str(error)) from error
             except ValueError as error:
                 raise _damaged(seq, f"the record is damaged: {error}") from error
         try:
@@ -261,7 +268,8 @@ class CommitLog:
 
     def _stored(self, path: str) -> bytes | None:
         try:
-            return self._storage.read(path)
+            # One byte more than a record has is enough to see that it is another's.
+            return self._storage.read(path, 0, RECORD_BYTES + 1)
         except NotFound:
             return None
 
@@ -271,6 +279,17 @@ def _damaged(seq: int, what: str) -> LogDamaged:
         what,
         where=record_path(seq),
         remedy=f"Put the file back from a copy of the run; records up to {seq - 1} can be read.",
+        details={"readable_until": seq - 1},
+    )
+
+
+def _newer(seq: int, what: str) -> NewerLog:
+    return NewerLog(
+        what,
+        where=record_path(seq),
+        remedy="Use the version of coherent-ray that wrote it. If only this version was ever used "
+        "here, the file is damaged: put it back from a copy of the run; records up to "
+        f"{seq - 1} can be read.",
         details={"readable_until": seq - 1},
     )
 

@@ -21,10 +21,15 @@ from coherent_ray.commit.manifest import (
     RunId,
     generation_name,
     manifest_path,
+    reason_of,
+    refuse_later,
 )
 from coherent_ray.digests import Digest, digest_of
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
+
+#: No record is longer; whoever meets a longer file does not read it.
+RECORD_BYTES = 64 * 2**10
 
 Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$")]
 Kind = Literal["attempt", "publish", "retire", "pin"]
@@ -146,13 +151,15 @@ def decode(data: bytes) -> Record:
     """Return the record of a file's bytes, which must be exactly what `encode` makes of it.
 
     Raises:
+        LaterFormat: A later version of this software wrote them, as far as they say.
         ValueError: They are not; the message says why.
     """
     value = canonical.load(data)
+    refuse_later(value)
     if not isinstance(value, dict) or set(value) != {"digest", "format", "record"}:
         raise ValueError("it is not a record with its digest")
-    if value["format"] != FORMAT:
-        raise ValueError(f"it has format {value['format']!r}, this version reads {FORMAT}")
+    if type(value["format"]) is not int or value["format"] != FORMAT:
+        raise ValueError(f"it has format {canonical.shown(value['format'])}, not {FORMAT}")
     if canonical.dump(value) != data:
         raise ValueError("it is not canonical JSON")
     inner = canonical.dump(value["record"])
@@ -161,9 +168,7 @@ def decode(data: bytes) -> Record:
     try:
         return _ADAPTER.validate_json(inner)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}: {first['msg']}") from error
+        raise ValueError(reason_of(error, "record")) from error
 
 
 def _canonical(record: Record) -> bytes:

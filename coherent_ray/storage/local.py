@@ -133,7 +133,7 @@ class LocalStorage:
     def drop_temporary(self, path: str) -> None:
         """Remove a temporary file durably; see `Housekeeping.drop_temporary`."""
         *above, name = path.split("/")
-        if not TEMPORARY_NAME.match(name):
+        if not TEMPORARY_NAME.fullmatch(name):
             raise StorageError("this is no temporary file of the storage", where=self._where(path))
         if above:
             checked_path("/".join(above))

@@ -200,7 +200,7 @@ class Saver:
             self._storage.create(path, data)
         except AlreadyExists:
             # Only this attempt writes under this name: an answer that was lost, or a fault.
-            if self._storage.read(path) != data:
+            if self._storage.read(path, 0, len(data) + 1) != data:
                 raise StorageError(
                     "the receipts are there already, and differ", where=path
                 ) from None
