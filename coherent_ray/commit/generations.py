@@ -186,6 +186,10 @@ class Generations:
             raise newer_manifest(publish, str(error)) from error
         except ValueError as error:
             raise manifest_damaged(publish, "content", f"the manifest is wrong: {error}") from error
+        weak = next((s for s in manifest.shards if s.algorithm == "xxh3_128"), None)
+        if weak is not None and self._log.keyed:
+            what = f"shard {weak.path} is hashed with xxh3_128, which anyone can forge"
+            raise manifest_damaged(publish, "unsigned", what)
         run_id = self._run_id or self.history().run_id
         if contradiction := _foreign(publish, manifest.header, run_id):
             raise manifest_damaged(publish, "foreign", contradiction)

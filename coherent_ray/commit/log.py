@@ -28,8 +28,10 @@ from coherent_ray.commit.records import (
     PublishBody,
     Record,
     RetireBody,
+    WrongSignature,
     decode,
     encode,
+    is_signed,
 )
 from coherent_ray.errors import (
     AlreadyExists,
@@ -38,12 +40,14 @@ from coherent_ray.errors import (
     LogDamaged,
     NewerLog,
     NotFound,
+    NotSigned,
     SaveFailed,
     StorageError,
     WrongRun,
 )
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.bounded import read_bounded
+from coherent_ray.storage.signing import KEY_VARIABLE, key_of
 
 __all__ = [
     "AttemptBody",
@@ -78,11 +82,22 @@ class CommitLog:
         Args:
             storage: The run's root.
             writer: A name that no other writer uses; None: a random one.
+
+        Raises:
+            ConfigError: The root's signing key is not where it must be.
         """
         self._storage = storage
+        self._key = key_of(storage)
+        self._signed = False
+        """Whether a signed record was read; only ever set."""
         self.writer = writer or uuid.uuid4().hex
         self._lock = threading.Lock()
         self._known = History()
+
+    @property
+    def keyed(self) -> bool:
+        """Whether records count only with the root's signature."""
+        return self._key is not None
 
     def read(self) -> History:
         """Read and check every record.
@@ -210,11 +225,14 @@ class CommitLog:
             seq = history.seq + len(records) + 1
             try:
                 data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
-                records.append(decode(data))
+                records.append(decode(data, self._key))
+                self._signed = self._signed or is_signed(data)
             except NotFound:
                 if seq <= at_least:
                     raise _damaged(seq, "the record is missing, but later ones exist") from None
                 break
+            except WrongSignature as error:
+                raise _not_signed(seq, str(error)) from error
             except LaterFormat as error:
                 raise _newer(seq, str(error)) from error
             except ValueError as error:
@@ -229,6 +247,13 @@ class CommitLog:
     def _check(self, body: Body, attempt: int) -> None:
         """Ask every rule that stands between a body and the end of the log."""
         known = self._known
+        if self._signed and self._key is None:
+            raise ConfigError(
+                "the log is signed, and no signing key was given: what was written now would be "
+                "refused by all who have it",
+                where=self._storage.uri,
+                remedy=f"Set storage.signing_key, or {KEY_VARIABLE} for a command.",
+            )
         if known.attempt > attempt:
             raise _fenced(attempt, known)
         if isinstance(body, AttemptBody):
@@ -245,7 +270,7 @@ class CommitLog:
 
     def _claim(self, record: Record) -> bool:
         """Create a record's file, and return whether the number is this record's now."""
-        path, data = record_path(record.seq), encode(record)
+        path, data = record_path(record.seq), encode(record, self._key)
         for _ in range(_PATIENCE):
             try:
                 self._storage.create(path, data)
@@ -279,6 +304,16 @@ def _damaged(seq: int, what: str) -> LogDamaged:
         what,
         where=record_path(seq),
         remedy=f"Put the file back from a copy of the run; records up to {seq - 1} can be read.",
+        details={"readable_until": seq - 1},
+    )
+
+
+def _not_signed(seq: int, what: str) -> NotSigned:
+    return NotSigned(
+        what,
+        where=record_path(seq),
+        remedy="A run is signed from its first record on, with one key, or not at all. If the key "
+        "is right, somebody else wrote this: put the log back from a copy that you trust.",
         details={"readable_until": seq - 1},
     )
 
