@@ -13,6 +13,7 @@ from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import History
 from coherent_ray.commit.holds import HOLD_BYTES, HoldRecord, Watch
+from coherent_ray.commit.inventory import generation_of, item_of
 from coherent_ray.commit.log import CommitLog, record_path
 from coherent_ray.commit.manifest import (
     MANIFEST_BYTES,
@@ -302,3 +303,10 @@ def test_a_name_that_is_almost_a_records_is_foreign(name: str) -> None:
     storage, _ = published(dump(MANIFEST))
     storage.files[f"log/{name}" if name.endswith("\n") else f"log/{name}.json"] = b"{}"
     assert CommitLog(storage).read().seq == 2
+
+
+def test_a_name_with_a_number_that_no_generation_has_is_foreign() -> None:
+    for digits in (20, 5_000):
+        assert item_of(f"generations/g{'9' * digits}-a1/manifest.json") is None
+        assert generation_of(f"g1-a{'9' * digits}") is None
+    assert generation_of(f"g{2**63 - 1}-a1") == (2**63 - 1, 1)
