@@ -15,7 +15,7 @@ from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/claims.md", "docs/protocol.md")
+DOCUMENTS = ("README.md", "docs/claims.md", "docs/formats.md", "docs/protocol.md")
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -103,7 +103,24 @@ def power_cuts(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def fuzz(result: dict[str, Any]) -> str:
+    """Return the fuzzing campaign as a table: a row for each reader, and the sum."""
+    lines = ["| reader | inputs | crashes | seconds | peak memory, MiB |", "|---|---|---|---|---|"]
+    lines += [
+        f"| {run['reader']} | {run['inputs']:,} | {run['crashes']} | "
+        f"{run['seconds']:.0f} | {run['peak_mib']} |"
+        for run in result["readers"]
+    ]
+    inputs, crashes = (
+        sum(run[name] for run in result["readers"]) for name in ("inputs", "crashes")
+    )
+    how = "guided by coverage" if result["guided"] else "not guided"
+    lines.append(f"| all, {how}, seed {result['seed']} | {inputs:,} | {crashes} | | |")
+    return "\n".join(lines) + "\n"
+
+
 FIGURES = {
+    "fuzz": fuzz,
     "replay": replay,
     "reduction": reduction,
     "crash_states": crash_states,

@@ -7,79 +7,30 @@ imports torch or Ray, and nothing here touches the places that the settings name
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from coherent_ray import yaml_text
 from coherent_ray.commit.manifest import Claim, RunId
-from coherent_ray.config_problems import CONFLICT, Problem, as_error, problems_of
+from coherent_ray.config_problems import Problem, as_error, problems_of
+from coherent_ray.config_section import (
+    Arguments,
+    Factory,
+    Positive,
+    Seconds,
+    Section,
+    Text,
+)
 from coherent_ray.digests import SHARD_ALGORITHM, Algorithm
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage.options import PART_BYTES, StorageOptions, conflicts
-
-FACTORY_PATTERN = r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*$"
-
-
-def _not_json(value: Any, at: tuple[str | int, ...]) -> Iterator[tuple[str, str]]:
-    """Yield each place in a value from YAML that JSON could not hold."""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _not_json(item, (*at, key))
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _not_json(item, (*at, index))
-    elif isinstance(value, float) and not math.isfinite(value):
-        yield yaml_text.dotted(at), f"must be a finite number, not {value}"
-    elif not isinstance(value, str | int | float | None):
-        kind = type(value).__name__
-        yield yaml_text.dotted(at), f"must be a plain value, not a {kind}: {value!r}"
-
-
-def _plain(value: dict[str, Any]) -> dict[str, Any]:
-    _refuse(_not_json(value, ()))
-    return value
-
-
-def _refuse(conflicts: Iterator[tuple[str, str]]) -> None:
-    found = list(conflicts)
-    if found:
-        raise PydanticCustomError(CONFLICT, "settings contradict each other", {"all": found})
-
-
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Seconds = Annotated[float, Field(gt=0, le=86_400 * 365, allow_inf_nan=False)]
-Text = Annotated[str, Field(min_length=1)]
-Factory = Annotated[str, Field(pattern=FACTORY_PATTERN)]
-Arguments = Annotated[dict[str, Any], AfterValidator(_plain)]
-
-
-class Section(BaseModel):
-    """A part of the configuration: strict, frozen, no unknown keys."""
-
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-    def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield ``(key below this section, what is wrong)`` of settings that do not fit."""
-        yield from ()
-
-    @model_validator(mode="after")
-    def _check_conflicts(self) -> Self:
-        _refuse(self.conflicts())
-        return self
 
 
 class Run(Section):
@@ -96,8 +47,22 @@ class Run(Section):
     statistical: every example once an epoch, sums may round differently."""
 
 
+class SigningKey(Section):
+    """Where each process finds the key that the run's log is signed with; exactly one of these."""
+
+    env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    """Name of an environment variable."""
+    file: Annotated[str, Field(pattern=r"^/")] | None = None
+    """Absolute path of a file, the same on every node."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a key in two places, or in none."""
+        if (self.env is None) == (self.file is None):
+            yield "env", "give exactly one of env and file"
+
+
 class Storage(Section):
-    """How to talk to the object store that holds the run's root; directories need none of it.
+    """How to talk to the object store that holds the run's root; directories need only the key.
 
     Credentials are taken from the environment of each process, never from here.
     """
@@ -119,6 +84,8 @@ class Storage(Section):
     """Seconds that one request may take."""
     retries: Annotated[int, Field(ge=0, le=100)] = 8
     """How often a request is sent again, with growing pauses between."""
+    signing_key: SigningKey | None = None
+    """Sign the run's log, and refuse what is not signed; null: neither. For directories too."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield an endpoint that could never be used."""
@@ -127,7 +94,9 @@ class Storage(Section):
     @property
     def options(self) -> StorageOptions:
         """What `coherent_ray.storage.open_storage` takes."""
-        return StorageOptions(**self.model_dump())
+        place = self.signing_key or SigningKey.model_construct()
+        settings = self.model_dump(exclude={"signing_key"})
+        return StorageOptions(**settings, key_env=place.env, key_file=place.file)
 
 
 class Task(Section):
@@ -247,7 +216,7 @@ class Optimizer(Section):
     """Decoupled weight decay."""
     betas: Annotated[
         list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)
-    ] = [0.9, 0.999]
+    ] = [0.9, 0.999]  # noqa: RUF012 (pydantic copies it)
     """Decay rates of the two moments."""
 
 
@@ -350,6 +319,11 @@ class Config(Section):
                 "cluster.workers",
                 f"{self.cluster.workers} workers need {self.cluster.workers} lanes or more; "
                 f"data.lanes is {self.data.lanes}",
+            )
+        if self.storage.signing_key is not None and self.checkpoint.digest == "xxh3_128":
+            yield (
+                "checkpoint.digest",
+                "storage.signing_key needs blake3 or sha256: xxh3_128 does not resist forgery",
             )
         if self.training.device == "cuda" and not self.cluster.use_gpu:
             yield "training.device", "cuda needs cluster.use_gpu: true"

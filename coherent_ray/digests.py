@@ -63,6 +63,11 @@ def digest_of(data: Buffer, algorithm: Algorithm = RECORD_ALGORITHM) -> Digest:
     return f"{algorithm}:{hasher.hexdigest()}"
 
 
+def hex_digits(algorithm: Algorithm) -> int:
+    """Return how many hex digits an algorithm's digest has."""
+    return 32 if algorithm == "xxh3_128" else 64
+
+
 def algorithm_of(digest: Digest) -> Algorithm:
     """Return the algorithm that made a digest.
 
@@ -73,4 +78,4 @@ def algorithm_of(digest: Digest) -> Algorithm:
         for algorithm in ALGORITHMS:
             if digest.startswith(f"{algorithm}:"):
                 return algorithm
-    raise ValueError(f"not a digest: {digest!r}")
+    raise ValueError(f"not a digest: {digest[:80]!r}")

@@ -109,6 +109,18 @@ class LogDamaged(CoherentRayError):
     """A record of the commit log is missing, torn, foreign or out of the chain."""
 
 
+class NotSigned(LogDamaged):
+    """A record of the commit log lacks the signature of the key that was given, or has another."""
+
+
+class NewerFormat(CoherentRayError):
+    """A later version of this software wrote it, as far as it says; this one cannot read it."""
+
+
+class NewerLog(LogDamaged, NewerFormat):
+    """A record of the commit log says that a later version of this software wrote it."""
+
+
 class Fenced(CoherentRayError):
     """A later attempt has opened: this writer must stop."""
 

@@ -439,3 +439,11 @@ def test_every_shipped_configuration_is_valid():
         made = config.load(path)
         assert made.data.lanes % 1 == 0
         assert yaml.safe_load(path.read_text())["run"]["root"] == made.run.root
+
+
+def test_a_signing_key_needs_shards_that_resist_forgery() -> None:
+    signed = {"signing_key": {"env": "A_KEY"}}
+    with pytest.raises(ConfigError, match="xxh3_128"):
+        config.build(GOOD | {"storage": signed})
+    kept = config.build(GOOD | {"storage": signed, "checkpoint": {"digest": "blake3"}})
+    assert kept.storage.options.key_env == "A_KEY"

@@ -15,7 +15,10 @@ from coherent_ray.commit.history import History
 from coherent_ray.commit.inspection import is_lost, shard_damage, tensors_between, tensors_in
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
+    MANIFEST_BYTES,
+    RECEIPTS_BYTES,
     GenerationHeader,
+    LaterFormat,
     Manifest,
     generation_directory,
     load,
@@ -27,6 +30,7 @@ from coherent_ray.commit.verdicts import (
     extra_file,
     is_meant,
     manifest_damaged,
+    newer_manifest,
     no_name,
     none_whole,
     receipts_damaged,
@@ -35,6 +39,7 @@ from coherent_ray.commit.verdicts import (
 from coherent_ray.digests import algorithm_of, digest_of
 from coherent_ray.errors import Damage, ManifestDamaged, NotFound, StorageError
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import TooLong, read_bounded
 
 __all__ = [
     "GenerationInfo",
@@ -150,10 +155,17 @@ class Generations:
 
         Raises:
             ManifestDamaged: It is missing, torn, foreign or not what the log says.
+            NewerFormat: A later version of this software wrote it.
             StorageError: The storage could not be asked.
         """
+        most = min(publish.manifest_size, MANIFEST_BYTES)
         try:
-            data = self._storage.read(publish.manifest)
+            data = read_bounded(self._storage, publish.manifest, most)
+        except TooLong:
+            what = f"the manifest has more bytes than {publish.manifest_size}"
+            if most < publish.manifest_size:
+                what = f"no manifest has {publish.manifest_size} bytes"
+            raise manifest_damaged(publish, "size", what) from None
         except NotFound:
             raise manifest_damaged(publish, "missing", "the manifest is missing") from None
         except StorageError as error:
@@ -169,8 +181,15 @@ class Generations:
             raise manifest_damaged(publish, "digest", what)
         try:
             manifest = load(Manifest, data)
+        except LaterFormat as error:
+            # Its digest is right, so it is no damage: the one who wrote it can read it.
+            raise newer_manifest(publish, str(error)) from error
         except ValueError as error:
             raise manifest_damaged(publish, "content", f"the manifest is wrong: {error}") from error
+        weak = next((s for s in manifest.shards if s.algorithm == "xxh3_128"), None)
+        if weak is not None and self._log.keyed:
+            what = f"shard {weak.path} is hashed with xxh3_128, which anyone can forge"
+            raise manifest_damaged(publish, "unsigned", what)
         run_id = self._run_id or self.history().run_id
         if contradiction := _foreign(publish, manifest.header, run_id):
             raise manifest_damaged(publish, "foreign", contradiction)
@@ -249,7 +268,10 @@ class Generations:
         if segment is None:
             return
         try:
-            data = self._storage.read(segment.path)
+            data = read_bounded(self._storage, segment.path, min(segment.size, RECEIPTS_BYTES))
+        except TooLong:
+            yield receipts_damaged(publish, segment, "have more bytes than were published")
+            return
         except StorageError as error:
             if not is_lost(error):
                 raise

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
@@ -33,14 +33,17 @@ from coherent_ray.commit import manifest
 from coherent_ray.commit.history import GenerationKey
 from coherent_ray.commit.inventory import item_of
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import Count, Positive, generation_name
+from coherent_ray.commit.manifest import Count, Format, Positive, generation_name
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.errors import NoGeneration, NotFound, StorageError
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import TooLong, read_bounded
 
 DIRECTORY = "holds"
 #: Seconds without a sign of life after which a watcher calls a hold dead.
 LEASE_S = 60.0
+#: No hold is longer.
+HOLD_BYTES = 16 * 2**10
 #: Signs of life in a lease: a few may be lost or late.
 BEATS_PER_LEASE = 4
 
@@ -49,10 +52,10 @@ BEATS_PER_LEASE = 4
 class HoldRecord:
     """What a hold's file says; canonical JSON."""
 
-    format: Literal[1]
+    format: Format
     number: Positive
     attempt: Positive
-    who: Annotated[str, Field(max_length=1024)]
+    who: Annotated[str, Field(max_length=1024, pattern=r"^[^\x00-\x1f\x7f-\x9f]*$")]
     """Host and process, for people."""
     lease_s: Annotated[float, Field(gt=0, le=86_400, allow_inf_nan=False)]
     """Seconds without a change after which it is dead."""
@@ -222,9 +225,11 @@ class Watch:
             if item is None or item.generation is None:
                 continue
             try:
-                data = self._storage.read(entry.path)
+                data = read_bounded(self._storage, entry.path, HOLD_BYTES)
             except NotFound:
                 continue  # released meanwhile
+            except TooLong:
+                data = b""  # no hold of ours: it holds like any other that cannot be read
             # After the read: what is seen later than it was true only lives a little longer.
             now = self._clock()
             before = self._seen.get(entry.path)

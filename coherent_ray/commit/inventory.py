@@ -29,7 +29,8 @@ Kind = Literal[
 #: Where files of the run lie; a generation's directory is one more for each generation.
 DIRECTORIES = ("", "log", "receipts", "holds", "datasets", "probe")
 
-_GENERATION = r"g(?P<number>[1-9][0-9]*)-a(?P<attempt>[1-9][0-9]*)"
+# No number of 64 bits has more digits, and a longer one costs its square.
+_GENERATION = r"g(?P<number>[1-9][0-9]{0,18})-a(?P<attempt>[1-9][0-9]{0,18})"
 _DIRECTORY = re.compile(_GENERATION)
 _NAMES: dict[Kind, str] = {
     "record": r"log/\d{20}\.json",

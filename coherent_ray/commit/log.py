@@ -24,27 +24,35 @@ import uuid
 
 from coherent_ray import canonical
 from coherent_ray.commit.history import History, RecordRefused
+from coherent_ray.commit.manifest import LaterFormat
 from coherent_ray.commit.records import (
+    RECORD_BYTES,
     AttemptBody,
     Body,
     PinBody,
     PublishBody,
     Record,
     RetireBody,
+    WrongSignature,
     decode,
     encode,
+    is_signed,
 )
 from coherent_ray.errors import (
     AlreadyExists,
     ConfigError,
     Fenced,
     LogDamaged,
+    NewerLog,
     NotFound,
+    NotSigned,
     SaveFailed,
     StorageError,
     WrongRun,
 )
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import read_bounded
+from coherent_ray.storage.signing import KEY_VARIABLE, key_of
 
 __all__ = [
     "AttemptBody",
@@ -60,7 +68,7 @@ __all__ = [
 
 DIRECTORY = "log"
 HINT = "latest.json"
-_NAME = re.compile(rf"^{DIRECTORY}/(\d{{20}})\.json$")
+_NAME = re.compile(rf"{DIRECTORY}/([0-9]{{20}})\.json")
 #: How often a number may be both taken and unreadable before the storage is called inconsistent.
 _PATIENCE = 3
 
@@ -79,12 +87,23 @@ class CommitLog:
         Args:
             storage: The run's root.
             writer: A name that no other writer uses; None: a random one.
+
+        Raises:
+            ConfigError: The root's signing key is not where it must be.
         """
         self._storage = storage
+        self._key = key_of(storage)
+        self._signed = False
+        """Whether a signed record was read; only ever set."""
         self.writer = writer or uuid.uuid4().hex
         self._lock = threading.Lock()
         self._known = History()
         self._settled = 0  # number of the last record that this view knows to be durable
+
+    @property
+    def keyed(self) -> bool:
+        """Whether records count only with the root's signature."""
+        return self._key is not None
 
     def read(self) -> History:
         """Read and check every record.
@@ -218,7 +237,7 @@ class CommitLog:
         return self._read_on(known, known.seq if known.records else self._last_listed())
 
     def _last_listed(self) -> int:
-        names = (_NAME.match(entry.path) for entry in self._storage.list(DIRECTORY))
+        names = (_NAME.fullmatch(entry.path) for entry in self._storage.list(DIRECTORY))
         return max((int(name[1]) for name in names if name), default=0)
 
     def _read_on(self, history: History, at_least: int) -> History:
@@ -227,11 +246,17 @@ class CommitLog:
         while True:
             seq = history.seq + len(records) + 1
             try:
-                records.append(decode(self._storage.read(record_path(seq))))
+                data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
+                records.append(decode(data, self._key))
+                self._signed = self._signed or is_signed(data)
             except NotFound:
                 if seq <= at_least:
                     raise _damaged(seq, "the record is missing, but later ones exist") from None
                 break
+            except WrongSignature as error:
+                raise _not_signed(seq, str(error)) from error
+            except LaterFormat as error:
+                raise _newer(seq, str(error)) from error
             except ValueError as error:
                 raise _damaged(seq, f"the record is damaged: {error}") from error
         try:
@@ -244,18 +269,32 @@ class CommitLog:
     def _settle(self, known: History) -> History:
         """Make a history durable, and return it; or what is there now, where its end was lost."""
         while known.seq > self._settled:
+            self._require_key()
             tip = known.records[-1]
             if self._claim(tip):
                 self._settled = tip.seq
-            else:
-                # A power cut elsewhere (a file server's) took a record that this view had read, and
-                # another has its number since. Nobody has answered by the lost one.
-                known = self._read_on(History(), self._last_listed())
+                break
+            # A power cut elsewhere (a file server's) took a record that this view had read, and
+            # another has its number since. Nobody has answered by the lost one.
+            before, known = known, self._read_on(History(), self._last_listed())
+            if known.records[-1:] == before.records[-1:]:
+                raise _not_sure(record_path(tip.seq))
         return known
+
+    def _require_key(self) -> None:
+        """Return if what this view writes counts for those who read with a key."""
+        if self._signed and self._key is None:
+            raise ConfigError(
+                "the log is signed, and no signing key was given: what was written now would be "
+                "refused by all who have it",
+                where=self._storage.uri,
+                remedy=f"Set storage.signing_key, or {KEY_VARIABLE} for a command.",
+            )
 
     def _check(self, body: Body, attempt: int) -> None:
         """Ask every rule that stands between a body and the end of the log."""
         known = self._known
+        self._require_key()
         if known.attempt > attempt:
             raise _fenced(attempt, known)
         if isinstance(body, AttemptBody):
@@ -272,7 +311,7 @@ class CommitLog:
 
     def _claim(self, record: Record) -> bool:
         """Create a record's file, and return whether the number is this record's now."""
-        path, data = record_path(record.seq), encode(record)
+        path, data = record_path(record.seq), encode(record, self._key)
         for _ in range(_PATIENCE):
             try:
                 self._storage.create(path, data)
@@ -287,17 +326,22 @@ class CommitLog:
                     raise
             else:
                 return True
-        raise StorageError(
-            "the storage does not say whether the record is durable",
-            where=path,
-            remedy="Look at the storage; the record is found at the next read if it is there.",
-        )
+        raise _not_sure(path)
 
     def _stored(self, path: str) -> bytes | None:
         try:
-            return self._storage.read(path)
+            # One byte more than a record has is enough to see that it is another's.
+            return self._storage.read(path, 0, RECORD_BYTES + 1)
         except NotFound:
             return None
+
+
+def _not_sure(path: str) -> StorageError:
+    return StorageError(
+        "the storage does not say whether the record is durable",
+        where=path,
+        remedy="Look at the storage; the record is found at the next read if it is there.",
+    )
 
 
 def _damaged(seq: int, what: str) -> LogDamaged:
@@ -305,6 +349,27 @@ def _damaged(seq: int, what: str) -> LogDamaged:
         what,
         where=record_path(seq),
         remedy=f"Put the file back from a copy of the run; records up to {seq - 1} can be read.",
+        details={"readable_until": seq - 1},
+    )
+
+
+def _not_signed(seq: int, what: str) -> NotSigned:
+    return NotSigned(
+        what,
+        where=record_path(seq),
+        remedy="A run is signed from its first record on, with one key, or not at all. If the key "
+        "is right, somebody else wrote this: put the log back from a copy that you trust.",
+        details={"readable_until": seq - 1},
+    )
+
+
+def _newer(seq: int, what: str) -> NewerLog:
+    return NewerLog(
+        what,
+        where=record_path(seq),
+        remedy="Use the version of coherent-ray that wrote it. If only this version was ever used "
+        "here, the file is damaged: put it back from a copy of the run; records up to "
+        f"{seq - 1} can be read.",
         details={"readable_until": seq - 1},
     )
 

@@ -12,15 +12,26 @@ so that every tensor is aligned to its own item size). Rank ``r`` of ``R`` owns 
 from __future__ import annotations
 
 import math
+import re
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from coherent_ray import canonical
-from coherent_ray.digests import Algorithm, Digest
+from coherent_ray.canonical import Json
+from coherent_ray.digests import Algorithm, Digest, algorithm_of, hex_digits
 
 FORMAT = 1
+#: Longer ones are neither published nor read: 10 TiB of state need a tenth of it.
+MANIFEST_BYTES = 256 * 2**20
+#: The same of a segment of receipts; a million updates need about so much.
+RECEIPTS_BYTES = 2**30
+#: Dimensions of a tensor; torch has no more either.
+_MOST_DIMENSIONS = 64
+_LIMIT = 2**63
+#: What a part of a tensor is called in a shard: no tensor may have such a name.
+_PART_NAME = re.compile(r".*\[[0-9]+:[0-9]+\]", re.DOTALL)
 
 #: safetensors' names of dtypes, with bytes an item.
 ITEM_BYTES: dict[str, int] = {
@@ -35,6 +46,10 @@ CUT_ALIGNMENT = 16
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+#: Not a Literal, which takes true and 1.0 for 1.
+Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32,64}$")]
+SegmentPath = Annotated[str, Field(pattern=r"^receipts/[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.jsonl$")]
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,127}$")]
 Claim = Literal["exact", "invariant", "statistical"]
 
@@ -48,11 +63,15 @@ class TensorSpec:
     name: Annotated[str, Field(min_length=1, max_length=1024)]
     dtype: str
     """safetensors' name of it, a key of `ITEM_BYTES`."""
-    shape: tuple[Count, ...]
+    shape: Annotated[tuple[Count, ...], Field(max_length=_MOST_DIMENSIONS)]
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
             raise ValueError(f"tensor {self.name!r} has unknown dtype {self.dtype!r}")
+        if is_reserved(self.name):
+            raise ValueError(f"tensor {self.name!r} has a name that shard files keep")
+        if self.nbytes >= _LIMIT:
+            raise ValueError(f"tensor {self.name!r} has more bytes than 63 bits count")
 
     @property
     def nbytes(self) -> int:
@@ -70,6 +89,8 @@ class StateLayout:
         order = [(-ITEM_BYTES[t.dtype], t.name) for t in self.tensors]
         if order != sorted(set(order)) or len({t.name for t in self.tensors}) != len(order):
             raise ValueError("tensors are not in layout order, or a name is there twice")
+        if self.nbytes >= _LIMIT:
+            raise ValueError("the state has more bytes than 63 bits count")
 
     @property
     def nbytes(self) -> int:
@@ -136,7 +157,7 @@ class ShardRecord:
     """Bytes of the file before its first tensor byte."""
     algorithm: Algorithm
     block_bytes: Positive
-    blocks: tuple[str, ...]
+    blocks: tuple[HexDigest, ...]
     """Hex digest of each ``block_bytes`` of the file, from its first on; the last may be short."""
     digest: Digest
     """Digest of the concatenated raw block digests, under `algorithm`."""
@@ -146,13 +167,18 @@ class ShardRecord:
             raise ValueError(f"shard {self.path!r}: header and tensor bytes do not add up to size")
         if len(self.blocks) != -(-self.size // self.block_bytes):
             raise ValueError(f"shard {self.path!r}: wrong number of block digests")
+        digits = hex_digits(self.algorithm)
+        if any(len(block) != digits for block in self.blocks):
+            raise ValueError(f"shard {self.path!r}: a block's digest is not of {self.algorithm}")
+        if algorithm_of(self.digest) != self.algorithm:
+            raise ValueError(f"shard {self.path!r}: its digest is not of {self.algorithm}")
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class ReceiptSegment:
     """The receipts of the updates that led from an earlier generation to this one."""
 
-    path: str
+    path: SegmentPath
     size: Count
     digest: Digest
     first: Positive
@@ -160,12 +186,16 @@ class ReceiptSegment:
     last: Positive
     """Last update."""
 
+    def __post_init__(self) -> None:
+        if self.last < self.first:
+            raise ValueError(f"segment {self.path!r} ends before it begins")
+
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class GenerationHeader:
     """What all ranks must agree on about a generation before it may be published."""
 
-    format: Literal[1]
+    format: Format
     run_id: RunId
     number: Positive
     attempt: Positive
@@ -207,14 +237,16 @@ class Manifest:
 
     def __post_init__(self) -> None:
         layout, ranks = self.header.layout, self.header.ranks
-        if [s.rank for s in self.shards] != list(range(ranks)):
+        # The count first: `ranks` may be any number.
+        if len(self.shards) != ranks or any(s.rank != r for r, s in enumerate(self.shards)):
             raise ValueError("there is not exactly one shard for each rank, in order")
         at = 0
         for shard in self.shards:
             if shard.start != at or shard.stop < at:
                 raise ValueError(f"shard {shard.path!r} does not begin where the one before ends")
-            if not shard.path.startswith(self.header.directory + "/"):
-                raise ValueError(f"shard {shard.path!r} lies outside its generation")
+            # The very name, not a prefix: no `..`, and no file that stands for two ranks.
+            if shard.path != shard_path(self.header.directory, shard.rank, ranks):
+                raise ValueError(f"shard {shard.path!r} lies outside its generation, or its rank")
             at = shard.stop
         if at != layout.nbytes:
             raise ValueError("the shards do not cover the whole state")
@@ -254,6 +286,34 @@ def manifest_path(number: int, attempt: int) -> str:
     return f"{generation_directory(number, attempt)}/manifest.json"
 
 
+def shard_path(directory: str, rank: int, ranks: int) -> str:
+    """Return where a rank's shard lies, relative to the run's root."""
+    return f"{directory}/shard-{rank:05d}-of-{ranks:05d}.safetensors"
+
+
+def is_reserved(name: str) -> bool:
+    """Return whether shard files keep a name for themselves, so that no tensor may have it."""
+    return name == "__metadata__" or _PART_NAME.fullmatch(name) is not None
+
+
+class LaterFormat(ValueError):
+    """A document says that a later version of this software wrote it."""
+
+
+def refuse_later(value: Json) -> None:
+    """Return unless a document, parsed and not yet believed, is of a later format.
+
+    Raises:
+        LaterFormat: It is.
+    """
+    document = value.get("header", value) if isinstance(value, dict) else None
+    found = document.get("format") if isinstance(document, dict) else None
+    if type(found) is int and found > FORMAT:
+        raise LaterFormat(
+            f"it says that it has format {canonical.shown(found)}, this version reads {FORMAT}"
+        )
+
+
 Record = TypeVar("Record")
 
 
@@ -273,12 +333,25 @@ def load(kind: type[Record], data: bytes) -> Record:
     """Return the record of some bytes from outside.
 
     Raises:
+        LaterFormat: A later version of this software wrote them, as far as they say.
         ValueError: The bytes are not canonical JSON of such a record; the message says where.
     """
-    canonical.load(data)
+    value = canonical.load(data)
+    refuse_later(value)
+    if canonical.dump(value) != data:
+        raise ValueError("it is not canonical JSON")
     try:
         return TypeAdapter(kind).validate_json(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where or kind.__name__}: {first['msg']}") from error
+        raise ValueError(reason_of(error, kind.__name__)) from error
+
+
+def reason_of(error: ValidationError, what: str) -> str:
+    """Return the first thing that is wrong with a document, at a length that a message can have."""
+    first = error.errors(include_url=False, include_input=False)[0]
+    where = ".".join(str(part) for part in first["loc"])
+    text = f"{where or what}: {first['msg']}"
+    # From outside: what is no plain text would change the terminal that shows it.
+    text = text.encode("ascii", "backslashreplace").decode()
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    return text if len(text) <= 500 else f"{text[:497]}..."

@@ -22,7 +22,7 @@ from coherent_ray.commit.events import (
     WriteManifest,
 )
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import ShardRecord
+from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord
 from coherent_ray.digests import new_hasher
 from coherent_ray.errors import (
     AlreadyExists,
@@ -87,6 +87,9 @@ def _bad_block(storage: Storage, shard: ShardRecord) -> int | None:
 
 
 def _write_manifest(action: WriteManifest, storage: Storage) -> Event:
+    if len(action.data) > MANIFEST_BYTES:
+        what = f"the manifest has {len(action.data)} bytes; readers take {MANIFEST_BYTES} at most"
+        return ManifestFailed(action.key, f"{what}: set a larger checkpoint.block_bytes")
     try:
         for last_try in (False, True):
             try:
@@ -94,7 +97,7 @@ def _write_manifest(action: WriteManifest, storage: Storage) -> Event:
             except AlreadyExists:
                 # A coordinator of the same attempt wrote it and died, or is about to. Its bytes
                 # follow from the same acknowledgements: other bytes mean that something is wrong.
-                if storage.read(action.path) != action.data:
+                if storage.read(action.path, 0, len(action.data) + 1) != action.data:
                     return ManifestFailed(action.key, f"{action.path} holds something else")
             except StorageError:
                 # The answer may be lost and the file written. Only success or `AlreadyExists`
@@ -110,7 +113,7 @@ def _write_manifest(action: WriteManifest, storage: Storage) -> Event:
 
 def _holds(storage: Storage, action: WriteManifest) -> bool:
     try:
-        return storage.read(action.path) == action.data
+        return storage.read(action.path, 0, len(action.data) + 1) == action.data
     except StorageError:
         return False
 

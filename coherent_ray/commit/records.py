@@ -1,5 +1,8 @@
 """The records of the commit log: attempt, publish, retire, pin; and their bytes. No I/O.
 
+With a signing key, a record's file is signed as a whole, over its canonical bytes without the
+signature: the chain of digests is the same with it or without it.
+
 A record names the record before it by digest, so the log is a chain. Its file also carries a digest
 of the record itself, so that no byte of the newest record, which nothing names yet, can change
 unseen. Bytes that are not exactly what `encode` would make are refused.
@@ -7,6 +10,7 @@ unseen. Bytes that are not exactly what `encode` would make are refused.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -21,10 +25,20 @@ from coherent_ray.commit.manifest import (
     RunId,
     generation_name,
     manifest_path,
+    reason_of,
+    refuse_later,
 )
 from coherent_ray.digests import Digest, digest_of
+from coherent_ray.storage.signing import PATTERN as SIGNATURE
+from coherent_ray.storage.signing import SigningKey
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
+
+#: No record is longer; whoever meets a longer file does not read it.
+RECORD_BYTES = 64 * 2**10
+
+_KEYS = {"digest", "format", "record"}
+_SIGNED = re.compile(rf',"signature":"{SIGNATURE}"\}}$'.encode())
 
 Token = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$")]
 Kind = Literal["attempt", "publish", "retire", "pin"]
@@ -136,23 +150,48 @@ class Record:
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 
 
-def encode(record: Record) -> bytes:
-    """Return the bytes of a record's file: canonical JSON of the record and its digest."""
+class WrongSignature(ValueError):
+    """A record is not signed with the key that was given."""
+
+
+def encode(record: Record, key: SigningKey | None = None) -> bytes:
+    """Return the bytes of a record's file: canonical JSON of the record and its digest.
+
+    Args:
+        record: The record.
+        key: Signs the file; None: it is not signed.
+    """
     value = _ADAPTER.dump_python(record, mode="json")
-    return canonical.dump({"digest": canonical.digest(value), "format": FORMAT, "record": value})
+    file = {"digest": canonical.digest(value), "format": FORMAT, "record": value}
+    if key is not None:
+        file["signature"] = key.sign(_to_sign(file))
+    return canonical.dump(file)
 
 
-def decode(data: bytes) -> Record:
+def is_signed(data: bytes) -> bool:
+    """Return whether the bytes of a record's file, which `decode` has accepted, are signed."""
+    return _SIGNED.search(data[-100:]) is not None
+
+
+def decode(data: bytes, key: SigningKey | None = None) -> Record:
     """Return the record of a file's bytes, which must be exactly what `encode` makes of it.
 
+    Args:
+        data: The file.
+        key: Must have signed it; None: a signature is passed over.
+
     Raises:
+        WrongSignature: They are not signed with this key. Nothing else was believed by then.
+        LaterFormat: A later version of this software wrote them, as far as they say.
         ValueError: They are not; the message says why.
     """
     value = canonical.load(data)
-    if not isinstance(value, dict) or set(value) != {"digest", "format", "record"}:
+    refuse_later(value)
+    if not isinstance(value, dict) or value.keys() - {"signature"} != _KEYS:
         raise ValueError("it is not a record with its digest")
-    if value["format"] != FORMAT:
-        raise ValueError(f"it has format {value['format']!r}, this version reads {FORMAT}")
+    _check_signature(value, key)
+    if type(value["format"]) is not int or value["format"] != FORMAT:
+        raise ValueError(f"it has format {canonical.shown(value['format'])}, not {FORMAT}")
     if canonical.dump(value) != data:
         raise ValueError("it is not canonical JSON")
     inner = canonical.dump(value["record"])
@@ -161,9 +200,28 @@ def decode(data: bytes) -> Record:
     try:
         return _ADAPTER.validate_json(inner)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ValueError(f"{where}: {first['msg']}") from error
+        raise ValueError(reason_of(error, "record")) from error
+
+
+def _check_signature(file: dict[str, canonical.Json], key: SigningKey | None) -> None:
+    """Check what stands under ``signature``, by its form alone where there is no key."""
+    signature = file.get("signature")
+    if "signature" in file and not (
+        isinstance(signature, str) and re.fullmatch(SIGNATURE, signature)
+    ):
+        raise ValueError("its signature is none")
+    if key is None:
+        return
+    if signature is None:
+        raise WrongSignature("it is not signed, and a signing key was given")
+    if not key.signed(_to_sign(file), signature):
+        raise WrongSignature("it is not signed with the key that was given")
+
+
+def _to_sign(file: dict[str, canonical.Json]) -> bytes:
+    # The words before it keep this signature from standing for anything else under the same key.
+    rest = {name: value for name, value in file.items() if name != "signature"}
+    return b"coherent-ray log record\n" + canonical.dump(rest)
 
 
 def _canonical(record: Record) -> bytes:

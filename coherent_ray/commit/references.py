@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_GENERATION = re.compile(r"^(?:latest|g?([1-9][0-9]{0,17})(?:-a([1-9][0-9]{0,17}))?)$")
+_GENERATION = re.compile(r"(?:latest|g?([1-9][0-9]{0,17})(?:-a([1-9][0-9]{0,17}))?)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def parse_reference(text: str) -> Reference:
     an ``@`` in its name.
     """
     run, at, generation = text.rpartition("@")
-    match = _GENERATION.match(generation)
+    match = _GENERATION.fullmatch(generation)
     if match is None or not at:
         return Reference(text)
     return Reference(run, *(int(part) if part else None for part in match.groups()))
@@ -42,4 +42,4 @@ def parse_reference(text: str) -> Reference:
 
 def names_generation(text: str) -> bool:
     """Return whether a text is a generation's name: ``12``, ``g12``, ``g12-a3``, ``latest``."""
-    return _GENERATION.match(text) is not None
+    return _GENERATION.fullmatch(text) is not None

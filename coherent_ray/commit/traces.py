@@ -15,11 +15,14 @@ from coherent_ray.commit.inventory import item_of
 from coherent_ray.commit.log import DIRECTORY, HINT, CommitLog
 from coherent_ray.errors import LogDamaged, NotFound
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import read_bounded
 
 #: Where files lie that only a run with a log can have made.
 _MADE_LATER = ("generations", "receipts", "holds")
 #: What may lie in a root before its log does.
 _MADE_BEFORE = {"dataset", "probe", "ray", "hint"}
+#: A longer hint is not read, and hints nothing.
+_HINT_BYTES = 64 * 2**10
 
 
 def read_whole(storage: Storage) -> History:
@@ -45,7 +48,7 @@ def read_whole(storage: Storage) -> History:
 def read_hint(storage: Storage) -> dict[str, object]:
     """Return what `latest.json` says; nothing where it is missing or torn."""
     try:
-        hint = canonical.load(storage.read(HINT))
+        hint = canonical.load(read_bounded(storage, HINT, _HINT_BYTES))
     except (NotFound, ValueError):
         return {}
     return hint if isinstance(hint, dict) else {}

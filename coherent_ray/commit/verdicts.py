@@ -7,7 +7,7 @@ from coherent_ray.commit.inspection import REMEDY
 from coherent_ray.commit.manifest import ReceiptSegment
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.references import Reference
-from coherent_ray.errors import Damage, ManifestDamaged, NoGeneration
+from coherent_ray.errors import Damage, ManifestDamaged, NewerFormat, NoGeneration
 from coherent_ray.storage.base import Entry
 
 
@@ -18,6 +18,16 @@ def manifest_damaged(publish: PublishBody, kind: str, what: str) -> ManifestDama
         where=publish.manifest,
         remedy=REMEDY,
         details={"kind": kind, "generation": publish.name},
+    )
+
+
+def newer_manifest(publish: PublishBody, what: str) -> NewerFormat:
+    """A manifest was published as it is, by a later version."""
+    return NewerFormat(
+        what,
+        where=publish.manifest,
+        remedy="Use the version of coherent-ray that wrote it.",
+        details={"kind": "newer", "generation": publish.name},
     )
 
 

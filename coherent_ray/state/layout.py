@@ -7,7 +7,6 @@ computes the same pieces from the layout alone, so no plan is ever stored or sen
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec
+from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec, is_reserved
 from coherent_ray.errors import StateMismatch, TaskError
 
 #: torch's dtype for each of safetensors' names.
@@ -39,9 +38,6 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
 }
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-#: What a part of a tensor is called in a shard: no tensor may have such a name.
-_PART_NAME = re.compile(r".*\[\d+:\d+\]", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +127,7 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
         TaskError: The tensor, or its name, cannot be stored.
     """
     reason = _unstorable(tensor)
-    if reason is None and (name == "__metadata__" or _PART_NAME.fullmatch(name)):
+    if reason is None and is_reserved(name):
         reason = "has a name that shard files keep for themselves"
     if reason is not None:
         raise TaskError(

@@ -22,6 +22,7 @@ from coherent_ray.commit.manifest import (
     Manifest,
     ShardRecord,
     StateLayout,
+    shard_path,
 )
 from coherent_ray.digests import (
     SHARD_ALGORITHM,
@@ -43,11 +44,6 @@ _READ_THREADS = 4
 
 Hooks = Callable[[str], None]
 """Called with the name of the point that was reached; for injecting faults."""
-
-
-def shard_path(directory: str, rank: int, ranks: int) -> str:
-    """Return where a rank's shard lies, relative to the run's root."""
-    return f"{directory}/shard-{rank:05d}-of-{ranks:05d}.safetensors"
 
 
 def write_shard(  # noqa: PLR0917 - a file is described by this many facts
@@ -129,11 +125,14 @@ def load_state(
         StorageError: The storage failed.
     """
     flat = FlatState(manifest.header.layout)
-    sink: _NewTensors | _LiveTensors
-    sink = _NewTensors(flat) if target is None else _LiveTensors(flat, target)
+    sink: _NewTensors | _LiveTensors | None = None
+    if target is not None:
+        sink = _LiveTensors(flat, target)
     readers = readers_of(storage, manifest, flat)
     for reader in readers:
         reader.check_size()
+    # Memory only for what is there: a manifest may tell of any size.
+    sink = sink or _NewTensors(flat)
     tasks = [(reader, block) for reader in readers for block in reader.all_blocks()]
     threads = min(_READ_THREADS, (os.cpu_count() or 1) + 1, len(tasks))
     buffers: SimpleQueue[memoryview] = SimpleQueue()
@@ -187,8 +186,16 @@ def read_tensor(
     first = sum(a * stride for (a, _), stride in zip(sides, strides, strict=True))
     last = sum((b - 1) * stride for (_, b), stride in zip(sides, strides, strict=True))
     begin = whole.start + first * size
-    data = memoryview(bytearray((last - first + 1) * size))
-    for reader in readers_of(storage, manifest, flat):
+    stop = begin + (last - first + 1) * size
+    readers = [
+        reader
+        for reader in readers_of(storage, manifest, flat)
+        if reader.record.start < stop and begin < reader.record.stop
+    ]
+    for reader in readers:
+        reader.check_size()
+    data = memoryview(bytearray(stop - begin))
+    for reader in readers:
         for block in reader.blocks(begin, begin + len(data)):
             _copy_overlap(reader, block, begin, data)
     return from_bytes(data, dtype).as_strided(shape, strides).clone()

@@ -20,6 +20,7 @@ form here is refused with the place where it stands.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -36,6 +37,7 @@ from coherent_ray.state.layout import TORCH_DTYPES, spec_of
 #: Larger tensors belong into the flat state, not into the manifest.
 MAX_TENSOR_BYTES = 4096
 _MAX_DEPTH = 32
+_NUMPY_SCALAR = re.compile(r"[<>|]?[biuf][0-9]{1,2}", re.ASCII)
 _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
@@ -59,10 +61,17 @@ def decode(value: Json) -> Any:
         ManifestDamaged: `encode` makes no such form.
     """
     try:
-        return _decode(value)
-    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        return _decode(value, 0)
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        OverflowError,
+        RuntimeError,
+        ValueError,
+    ) as error:
         raise ManifestDamaged(
-            f"a stored value cannot be read: {error}",
+            f"a stored value cannot be read: {str(error)[:200]!a}",
             remedy="Use the version of coherent-ray that wrote it, or an earlier generation.",
         ) from error
 
@@ -150,34 +159,43 @@ def _refused(where: str, value: object, why: str) -> TaskError:
     )
 
 
-def _decode(value: Json) -> Any:
+def _decode(value: Json, depth: int) -> Any:
+    if depth > 2 * _MAX_DEPTH:  # a form and what is in it are two levels
+        raise ValueError("it is nested too deeply")
     if isinstance(value, list):
-        return [_decode(item) for item in value]
+        return [_decode(item, depth + 1) for item in value]
     if not isinstance(value, Mapping):
         return value
     tag = next((key for key in value if key.startswith("$")), None)
     if tag is None:
-        return {key: _decode(item) for key, item in value.items()}
+        return {key: _decode(item, depth + 1) for key, item in value.items()}
     if len(value) != 1 or tag not in _DECODERS:
         raise ValueError(f"unknown form {tag!r}")
-    return _DECODERS[tag](value[tag])
+    return _DECODERS[tag](value[tag], depth + 1)
 
 
-def _decode_float(text: str) -> float:
+def _decode_float(text: str, depth: int) -> float:
     if text not in {"inf", "-inf", "nan"}:
         raise ValueError(f"unknown float {text!r}")
     return float(text)
 
 
-def _decode_numpy(form: Json) -> Any:
+def _decode_numpy(form: Json, depth: int) -> Any:
     dtype, raw = form
-    if np.dtype(dtype).kind not in "biuf":
+    if not _NUMPY_SCALAR.fullmatch(dtype):
         raise ValueError(f"unknown NumPy scalar {dtype!r}")
     (scalar,) = np.frombuffer(bytes.fromhex(raw), dtype=np.dtype(dtype))
     return scalar
 
 
-def _decode_tensor(form: Json) -> torch.Tensor:
+def _decode_pairs(pairs: Json, depth: int) -> dict[Any, Any]:
+    result = {_decode(key, depth): _decode(item, depth) for key, item in pairs}
+    if len(result) != len(pairs):
+        raise ValueError("a key is there twice")
+    return result
+
+
+def _decode_tensor(form: Json, depth: int) -> torch.Tensor:
     name, shape, raw = form
     spec = TensorSpec("value", name, tuple(shape))
     data = bytearray.fromhex(raw)
@@ -188,13 +206,13 @@ def _decode_tensor(form: Json) -> torch.Tensor:
     return torch.frombuffer(data, dtype=TORCH_DTYPES[name]).view(spec.shape)
 
 
-_DECODERS: dict[str, Callable[[Json], Any]] = {
-    "$int": lambda text: int(text, 16),
+_DECODERS: dict[str, Callable[[Json, int], Any]] = {
+    "$int": lambda text, _: int(text, 16),
     "$float": _decode_float,
-    "$tuple": lambda items: tuple(_decode(item) for item in items),
-    "$dict": lambda pairs: {_decode(key): _decode(item) for key, item in pairs},
-    "$counter": lambda pairs: Counter({_decode(key): _decode(item) for key, item in pairs}),
+    "$tuple": lambda items, depth: tuple(_decode(item, depth) for item in items),
+    "$dict": _decode_pairs,
+    "$counter": lambda pairs, depth: Counter(_decode_pairs(pairs, depth)),
     "$numpy": _decode_numpy,
     "$tensor": _decode_tensor,
-    "$dtype": lambda name: TORCH_DTYPES[name],
+    "$dtype": lambda name, _: TORCH_DTYPES[name],
 }

@@ -10,6 +10,7 @@ from coherent_ray.errors import ConfigError
 from coherent_ray.storage.base import Entry, Storage, Writer
 from coherent_ray.storage.local import LocalStorage
 from coherent_ray.storage.options import StorageOptions
+from coherent_ray.storage.signing import place_in_environment
 
 __all__ = ["Entry", "LocalStorage", "Storage", "StorageOptions", "Writer", "open_storage"]
 
@@ -23,8 +24,8 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
         uri: A path, absolute, relative or under ``~``; ``file:///an/absolute/path``; or a root in
             an object store: ``s3://BUCKET/PREFIX``, ``gs://BUCKET/PREFIX``,
             ``az://CONTAINER/PREFIX``.
-        options: How to talk to an object store; None: as the environment says. Directories need
-            none.
+        options: How to talk to an object store, and where the signing key is found; None: as the
+            environment says. Directories need but the latter.
 
     Raises:
         ConfigError: The address names no place that this version can use, or the options do not
@@ -32,9 +33,12 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
     """
     if not uri.strip() or "\0" in uri:
         raise ConfigError("the root is empty or not a path", where=repr(uri))
+    if options is None:
+        key = place_in_environment()
+        options = StorageOptions(key_env=key.env) if key else StorageOptions()
     scheme = _SCHEME.match(uri)
     if scheme is None:
-        return LocalStorage(Path(uri).expanduser())
+        return LocalStorage(Path(uri).expanduser(), options.key_place)
     if scheme[1].lower() != "file":
         # Late: whoever stays in directories needs no client of object stores.
         from coherent_ray.storage.object_store import ObjectStorage
@@ -47,4 +51,4 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
             where=uri,
             remedy="Write file:///an/absolute/path, or the path alone.",
         )
-    return LocalStorage(unquote(parts.path))
+    return LocalStorage(unquote(parts.path), options.key_place)

@@ -16,7 +16,7 @@ from coherent_ray.storage.base import checked_path
 Vendor = Literal["s3", "gs", "az"]
 
 VENDORS: dict[str, Vendor] = {"s3": "s3", "gs": "gs", "az": "az"}
-_BUCKET = re.compile(r"^[A-Za-z0-9$](?:[A-Za-z0-9._-]*[A-Za-z0-9])?$")
+_BUCKET = re.compile(r"[A-Za-z0-9$](?:[A-Za-z0-9._-]*[A-Za-z0-9])?")
 _FORMS = "s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or az://CONTAINER/PREFIX"
 
 
@@ -62,7 +62,7 @@ def parse_address(uri: str) -> Address:
             remedy=f"Write {_FORMS}, or a path on a file system that every node can reach.",
         )
     bucket, _, prefix = rest.rstrip("/").partition("/")
-    if not _BUCKET.match(bucket):
+    if not _BUCKET.fullmatch(bucket):
         raise ConfigError("the address names no bucket", where=uri, remedy=f"Write {_FORMS}.")
     try:
         return Address(vendor, bucket, checked_path(prefix) if prefix else "")

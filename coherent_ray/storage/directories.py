@@ -23,7 +23,7 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 #: Exactly the names that this backend gives; whatever else begins like them is not its own.
-TEMPORARY_NAME = re.compile(rf"^{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}$")
+TEMPORARY_NAME = re.compile(rf"{re.escape(TEMPORARY_PREFIX)}[0-9a-f]{{32}}")
 
 
 class Directories:
@@ -96,7 +96,7 @@ class Directories:
         found: list[tuple[str, int, float]] = []
         try:
             for name in os.listdir(directory):  # noqa: PTH208 (a descriptor)
-                if not TEMPORARY_NAME.match(name):
+                if not TEMPORARY_NAME.fullmatch(name):
                     continue
                 with suppress(FileNotFoundError):  # its writer has finished
                     status = os.stat(name, dir_fd=directory, follow_symlinks=False)

@@ -27,6 +27,7 @@ from coherent_ray.storage.base import TEMPORARY_PREFIX, Entry, checked_path
 from coherent_ray.storage.directories import TEMPORARY_NAME, Directories
 from coherent_ray.storage.housekeeping import Temporary
 from coherent_ray.storage.reasons import explained
+from coherent_ray.storage.signing import KeyPlace
 
 #: Bytes after which a writer asks the kernel to begin writing them to the device.
 _WRITE_BEHIND = 8 << 20
@@ -38,18 +39,20 @@ _Temporaries = list[Temporary]
 class LocalStorage:
     """A directory; it is made by the first write, and reading an absent one finds nothing."""
 
-    def __init__(self, root: str | Path) -> None:
+    def __init__(self, root: str | Path, key_place: KeyPlace | None = None) -> None:
         """Name the root; nothing is touched yet.
 
         Args:
             root: The directory; a relative one is taken from the current directory, now.
+            key_place: Where the key is found that records are signed with; None: they are not.
         """
+        self.key_place = key_place
         self._root = Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
         self._directories = Directories(self._root)
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str]]:
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str, KeyPlace | None]]:
         # What this process knows to be durable is not known elsewhere.
-        return LocalStorage, (str(self._root),)
+        return LocalStorage, (str(self._root), self.key_place)
 
     @property
     def uri(self) -> str:
@@ -133,7 +136,7 @@ class LocalStorage:
     def drop_temporary(self, path: str) -> None:
         """Remove a temporary file durably; see `Housekeeping.drop_temporary`."""
         *above, name = path.split("/")
-        if not TEMPORARY_NAME.match(name):
+        if not TEMPORARY_NAME.fullmatch(name):
             raise StorageError("this is no temporary file of the storage", where=self._where(path))
         if above:
             checked_path("/".join(above))

@@ -27,6 +27,7 @@ from coherent_ray.storage.clients import connect
 from coherent_ray.storage.object_writer import ObjectWriter
 from coherent_ray.storage.options import StorageOptions
 from coherent_ray.storage.refusals import ANSWERS, explained, explanation
+from coherent_ray.storage.signing import KeyPlace
 
 #: What the client says of an answer that began well and did not end.
 _BROKEN_OFF = "response body"
@@ -54,6 +55,11 @@ class ObjectStorage:
     def __reduce__(self) -> tuple[type[ObjectStorage], tuple[str, StorageOptions]]:
         # Credentials do not travel: another process has its own environment.
         return ObjectStorage, (self.uri, self._options)
+
+    @property
+    def key_place(self) -> KeyPlace | None:
+        """Where the key is found that records are signed with; None: they are not."""
+        return self._options.key_place
 
     @property
     def uri(self) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from coherent_ray.errors import ConfigError
+from coherent_ray.storage.signing import KeyPlace
 
 #: Bytes of one part of a large object unless the user chooses.
 PART_BYTES = 16 * 2**20
@@ -41,6 +42,10 @@ class StorageOptions:
     """How often a request is sent again."""
     backoff_s: float = 0.1
     """Seconds before the first of these; each pause may be twice the one before."""
+    key_env: str | None = None
+    """Environment variable that holds the key which signs records; for directories too."""
+    key_file: str | None = None
+    """File that holds it, instead."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot work.
@@ -55,6 +60,13 @@ class StorageOptions:
                 raise ConfigError(f"must be {least} or more", where=f"storage.{name}")
         if not self.timeout_s > 0 or not self.backoff_s > 0:
             raise ConfigError("seconds must be more than 0", where="storage.timeout_s")
+
+    @property
+    def key_place(self) -> KeyPlace | None:
+        """Where the signing key is found; None: records are not signed."""
+        if self.key_env is None and self.key_file is None:
+            return None
+        return KeyPlace(self.key_env, self.key_file)
 
 
 def conflicts(endpoint: str | None, *, allow_http: bool) -> Iterator[tuple[str, str]]:

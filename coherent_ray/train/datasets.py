@@ -6,7 +6,7 @@ that hash, so that a refusal can say *what* changed and not only that something 
 
 from __future__ import annotations
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from coherent_ray import canonical
 from coherent_ray.commit.manifest import PlanIdentity
@@ -18,7 +18,10 @@ from coherent_ray.data.sources import Source, open_source
 from coherent_ray.digests import Digest
 from coherent_ray.errors import AdmissionRefused, AlreadyExists, StorageError
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import read_bounded
 
+#: A manifest that is longer is not read; a million files need about so much.
+_DATASET_BYTES = 256 * 2**20
 _ADAPTER: TypeAdapter[DatasetManifest] = TypeAdapter(DatasetManifest)
 
 
@@ -128,8 +131,10 @@ def check_same(
 
 def _changes(storage: Storage, stored: Digest, dataset: DatasetManifest) -> str:
     try:
-        before = _ADAPTER.validate_json(storage.read(path_of(stored)))
-    except (StorageError, ValidationError):
+        data = read_bounded(storage, path_of(stored), _DATASET_BYTES)
+        canonical.load(data)  # refuses what the parser below would let pass: a key twice
+        before = _ADAPTER.validate_json(data)
+    except (StorageError, ValueError):  # pydantic's errors are ValueErrors
         return f"its hash was {stored} and is {dataset.hash}"
     if before.hash != stored:
         return f"its hash was {stored} and is {dataset.hash}"

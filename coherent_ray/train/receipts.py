@@ -26,11 +26,18 @@ from pydantic.dataclasses import dataclass
 from coherent_ray import canonical
 from coherent_ray.commit import manifest
 from coherent_ray.commit.history import History
-from coherent_ray.commit.manifest import Count, PlanIdentity, Positive, ReceiptSegment
+from coherent_ray.commit.manifest import (
+    RECEIPTS_BYTES,
+    Count,
+    PlanIdentity,
+    Positive,
+    ReceiptSegment,
+)
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest, digest_of
 from coherent_ray.errors import NotFound, ReceiptsDamaged
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.bounded import TooLong, read_bounded
 
 HexFloat = Annotated[str, Field(pattern=r"^(-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan)$")]
 """What ``float.hex`` gives."""
@@ -195,9 +202,7 @@ def decode(data: bytes) -> list[Receipt]:
         try:
             receipt = _ADAPTER.validate_json(line)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise ValueError(f"line {number}: {where or 'receipt'}: {first['msg']}") from error
+            raise ValueError(f"line {number}: {manifest.reason_of(error, 'receipt')}") from error
         if _line(receipt) != line:
             raise ValueError(f"line {number} is not canonical JSON")
         if receipts and not _follows(receipt, receipts[-1].update, receipts[-1].digest):
@@ -285,9 +290,13 @@ def _in_force(publishes: Sequence[PublishBody]) -> list[tuple[ReceiptSegment, in
 
 def _read(storage: Storage, segment: ReceiptSegment, readable: int) -> list[Receipt]:
     try:
-        data = storage.read(segment.path)
+        data = read_bounded(storage, segment.path, min(segment.size, RECEIPTS_BYTES))
     except NotFound as error:
         raise _damaged(segment, "the segment is missing", readable) from error
+    except TooLong as error:
+        raise _damaged(
+            segment, f"the segment has more bytes, published were {segment.size}", readable
+        ) from error
     if len(data) != segment.size:
         raise _damaged(
             segment, f"the segment has {len(data)} bytes, published were {segment.size}", readable
@@ -298,7 +307,12 @@ def _read(storage: Storage, segment: ReceiptSegment, readable: int) -> list[Rece
         receipts = decode(data)
     except ValueError as error:
         raise _damaged(segment, str(error), readable) from error
-    if [r.update for r in receipts] != list(range(segment.first, segment.last + 1)):
+    # The count first: what the log says of a segment may be any two numbers.
+    count = segment.last - segment.first + 1
+    if len(receipts) != count or [receipts[0].update, receipts[-1].update] != [
+        segment.first,
+        segment.last,
+    ]:
         raise _damaged(
             segment, f"it does not hold updates {segment.first} to {segment.last}", readable
         )

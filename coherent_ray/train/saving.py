@@ -16,7 +16,12 @@ from typing import Any, Protocol
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import Acknowledgement, GenerationHeader, ShardRecord
+from coherent_ray.commit.manifest import (
+    RECEIPTS_BYTES,
+    Acknowledgement,
+    GenerationHeader,
+    ShardRecord,
+)
 from coherent_ray.config import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
@@ -196,11 +201,17 @@ class Saver:
         return shard
 
     def _write_receipts(self, path: str, data: bytes) -> None:
+        if len(data) > RECEIPTS_BYTES:
+            raise SaveFailed(
+                f"the receipts have {len(data)} bytes, and readers take {RECEIPTS_BYTES} at most",
+                where=path,
+                remedy="Save more often: set a smaller checkpoint.every_updates.",
+            )
         try:
             self._storage.create(path, data)
         except AlreadyExists:
             # Only this attempt writes under this name: an answer that was lost, or a fault.
-            if self._storage.read(path) != data:
+            if self._storage.read(path, 0, len(data) + 1) != data:
                 raise StorageError(
                     "the receipts are there already, and differ", where=path
                 ) from None

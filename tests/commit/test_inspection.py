@@ -17,6 +17,7 @@ from coherent_ray.commit.manifest import (
     ShardRecord,
     StateLayout,
     TensorSpec,
+    shard_path,
 )
 from coherent_ray.digests import ALGORITHMS, Algorithm, digest_of, new_hasher
 from coherent_ray.errors import NotFound, StorageError
@@ -72,7 +73,12 @@ def test_empty_tensors_own_no_bytes() -> None:
         (TensorSpec("a", "F32", (0,)), TensorSpec("b", "F32", (4,)), TensorSpec("c", "F32", (0,)))
     )
     shard = dataclasses.replace(
-        FIRST, size=HEADER_BYTES + 16, start=0, stop=16, blocks=FIRST.blocks[:1]
+        FIRST,
+        path=shard_path(GROUP.header.directory, 0, 1),
+        size=HEADER_BYTES + 16,
+        start=0,
+        stop=16,
+        blocks=FIRST.blocks[:1],
     )
     header = dataclasses.replace(GROUP.header, layout=layout, ranks=1)
     manifest = Manifest(header, digest_of(b""), (shard,))
@@ -194,7 +200,8 @@ def test_every_algorithm_and_blocks_larger_than_a_piece(algorithm: Algorithm) ->
         hasher.update(data[start : start + block_bytes])
         hexes.append(hasher.hexdigest())
     shard = ShardRecord(
-        rank=0, path=FIRST.path, size=len(data), start=0, stop=len(data) - 8, header_bytes=8,
+        rank=0, path=shard_path(GROUP.header.directory, 0, 1), size=len(data),
+        start=0, stop=len(data) - 8, header_bytes=8,
         algorithm=algorithm, block_bytes=block_bytes, blocks=tuple(hexes),
         digest=digest_of(bytes.fromhex("".join(hexes)), algorithm),
     )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Literal, Self, TypeVar
 from coherent_ray.digests import Buffer
 from coherent_ray.errors import StorageError, StorageFull
 from coherent_ray.storage.base import Entry, Storage, Writer
+from coherent_ray.storage.signing import KeyPlace, Signed
 
 Verb = Literal[
     "create", "replace", "open_writer", "write", "finish", "read", "read_into", "size", "list",
@@ -76,6 +77,11 @@ class FaultyStorage:
     def uri(self) -> str:
         """The inner root's address."""
         return self.inner.uri
+
+    @property
+    def key_place(self) -> KeyPlace | None:
+        """The inner root's, where it has one."""
+        return self.inner.key_place if isinstance(self.inner, Signed) else None
 
     def create(self, path: str, data: Buffer) -> None:
         """Pass on `Storage.create`."""
