@@ -19,7 +19,7 @@ from coherent_ray.cli.output import (
 from coherent_ray.cli.place import whole_run, whole_run_argument
 from coherent_ray.commit.generations import Generations
 from coherent_ray.digests import Digest
-from coherent_ray.errors import ManifestDamaged
+from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
 from coherent_ray.train.receipts import (
     Difference,
@@ -85,8 +85,8 @@ def read_receipts(storage: Storage) -> Iterator[Receipt]:
     for publish in reversed(commits.live):
         try:
             first = first_link(generations.manifest(publish).header.plan)
-        except ManifestDamaged:
-            continue
+        except (ManifestDamaged, StorageError):
+            continue  # any other one tells the plan as well
         break
     return history(storage, commits, first)
 

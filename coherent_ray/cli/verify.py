@@ -18,7 +18,13 @@ from coherent_ray.cli.receipts import read_receipts
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.traces import cut_off, read_hint
-from coherent_ray.errors import CoherentRayError, Damage, NoGeneration, ReceiptsDamaged
+from coherent_ray.errors import (
+    CoherentRayError,
+    Damage,
+    NoGeneration,
+    ReceiptsDamaged,
+    StorageError,
+)
 from coherent_ray.storage import Storage
 
 
@@ -76,16 +82,16 @@ def _is_retired(generations: Generations, publish: PublishBody) -> bool:
     return (publish.number, publish.attempt) in generations.history().retired
 
 
-def _broken_chain(storage: Storage) -> Damage | None:
+def _broken_chain(storage: Storage) -> CoherentRayError | None:
     try:
         for _ in read_receipts(storage):
             pass
-    except ReceiptsDamaged as damage:
-        return damage
+    except (ReceiptsDamaged, StorageError) as error:
+        return error
     return None
 
 
-def _show_chain(broken: Damage | None) -> None:
+def _show_chain(broken: CoherentRayError | None) -> None:
     if broken is None:
         show_line("receipts: the chain is whole", style="good")
     else:

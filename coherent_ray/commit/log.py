@@ -39,6 +39,7 @@ from coherent_ray.errors import (
     ConfigError,
     Fenced,
     LogDamaged,
+    NotAFile,
     NotFound,
     SaveFailed,
     StorageError,
@@ -228,6 +229,8 @@ class CommitLog:
             seq = history.seq + len(records) + 1
             try:
                 records.append(decode(self._storage.read(record_path(seq))))
+            except NotAFile as error:
+                raise _damaged(seq, f"the record is damaged: {error.what}") from error
             except NotFound:
                 if seq <= at_least:
                     raise _damaged(seq, "the record is missing, but later ones exist") from None

@@ -26,10 +26,11 @@ from pydantic.dataclasses import dataclass
 from coherent_ray import canonical
 from coherent_ray.commit import manifest
 from coherent_ray.commit.history import History
+from coherent_ray.commit.inspection import absence, is_lost
 from coherent_ray.commit.manifest import Count, PlanIdentity, Positive, ReceiptSegment
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest, digest_of
-from coherent_ray.errors import NotFound, ReceiptsDamaged
+from coherent_ray.errors import NotFound, ReceiptsDamaged, StorageError
 from coherent_ray.storage.base import Storage
 
 HexFloat = Annotated[str, Field(pattern=r"^(-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan)$")]
@@ -287,7 +288,11 @@ def _read(storage: Storage, segment: ReceiptSegment, readable: int) -> list[Rece
     try:
         data = storage.read(segment.path)
     except NotFound as error:
-        raise _damaged(segment, "the segment is missing", readable) from error
+        raise _damaged(segment, f"the segment {absence(error)[1]}", readable) from error
+    except StorageError as error:
+        if not is_lost(error):
+            raise
+        raise _damaged(segment, "it cannot be read from the device", readable) from error
     if len(data) != segment.size:
         raise _damaged(
             segment, f"the segment has {len(data)} bytes, published were {segment.size}", readable

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 from published import BLOCK, HEADER_BYTES, flip
 
@@ -129,3 +132,122 @@ def test_a_run_without_generations(call, tmp_path, make_run):
 
 def test_all_with_a_generation_is_misuse(call, published):
     assert call("verify", f"{published.root}@g1", "--all").code == 2
+
+
+# --- what lies in a file's place ------------------------------------------------------------------
+
+
+def put_directory(path):
+    path.mkdir()
+
+
+def put_pipe(path):
+    os.mkfifo(path)
+
+
+def put_link(path):
+    moved = path.parents[3] / f"moved-{path.name}"
+    moved.write_bytes(b"the same bytes elsewhere")
+    path.symlink_to(moved)
+
+
+ODD = [
+    (put_directory, "no_file", "a directory"),
+    (put_pipe, "no_file", "a named pipe"),
+    (put_link, "no_file", "a symbolic link"),
+]
+
+
+def replaced(path, put):
+    path.unlink()
+    put(path)
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_what_is_no_shard_is_damage_of_its_generation_alone(
+    call, published, put, kind, words, options
+):
+    path = shard(published, "g1-a1", 1, 2)
+    replaced(path, put)
+    done = call("verify", published.root, "--all", "--json", *options)
+    assert done.code == 1
+    whole = {g["generation"]: g["whole"] for g in done.json["generations"]}
+    assert whole == {"g1-a1": False, "g2-a1": True, "g3-a2": True}
+    (damage,) = done.json["generations"][0]["damages"]
+    assert (damage["type"], damage["details"]["kind"]) == ("ShardDamaged", kind)
+    assert damage["what"] == f"the shard of rank 1 is no file: there is {words}"
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_manifest_is_called_what_it_is(call, published, put, kind, words):
+    replaced(published.root / "generations/g2-a1/manifest.json", put)
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    (damage,) = done.json["generations"][1]["damages"]
+    assert (damage["type"], damage["details"]["kind"]) == ("ManifestDamaged", kind)
+    assert damage["what"] == f"the manifest is no file: there is {words}"
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_receipt_is_called_what_it_is(call, published, put, kind, words):
+    segment = min((published.root / "receipts").iterdir())
+    replaced(segment, put)
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    (damage,) = done.json["generations"][0]["damages"]
+    assert damage["what"].endswith(f"are in no file: there is {words}")
+    assert done.json["receipts"]["what"] == f"the segment is no file: there is {words}"
+    assert done.json["generations"][2]["whole"] is True
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_record_is_called_what_it_is_even_at_the_end(call, published, put, kind, words):
+    record = max((published.root / "log").iterdir())
+    replaced(record, put)
+    done = call("verify", published.root, "--json")
+    assert done.code == 1
+    assert done.json["error"]["type"] == "LogDamaged"
+    assert words in done.json["error"]["what"]
+
+
+@pytest.mark.parametrize("names", ["shard", "manifest", "receipts"])
+def test_what_may_not_be_read_is_told_and_the_rest_goes_on(call, published, monkeypatch, names):
+    paths = {
+        "shard": shard(published, "g2-a1", 0, 2),
+        "manifest": published.root / "generations/g2-a1/manifest.json",
+        "receipts": sorted((published.root / "receipts").iterdir())[1],
+    }
+    closed = paths[names]
+    above, real = closed.parent.stat(), os.open
+
+    def refusing(path, flags, *rest, **options):
+        in_it = "dir_fd" in options and os.path.samestat(above, os.fstat(options["dir_fd"]))
+        if path == closed.name and in_it:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refusing)  # chmod does not keep root out
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    whole = {g["generation"]: g["whole"] for g in done.json["generations"]}
+    assert whole == {"g1-a1": True, "g2-a1": False, "g3-a2": True}
+    (damage,) = done.json["generations"][1]["damages"]
+    assert damage["details"]["kind"] == "refused"
+    assert damage["where"] == str(closed)
+    assert damage["what"] == "it cannot be read: permission denied"
+    assert "right to read" in damage["remedy"]
+    assert (done.json["receipts"] is None) == (names != "receipts")
+
+
+def test_what_to_do_differs_between_the_latest_and_older_ones(call, published):
+    for generation, ranks in (("g1-a1", 2), ("g3-a2", 3)):
+        shard(published, generation, 0, ranks).unlink()
+    done = call("verify", published.root, "--all", "--json")
+    old, _, latest = done.json["generations"]
+    assert "let the generation go" in old["damages"][0]["remedy"]
+    assert "fall_back" not in old["damages"][0]["remedy"]
+    assert (
+        "'fall_back', the default, goes on from the newest whole"
+        in (latest["damages"][0]["remedy"])
+    )
