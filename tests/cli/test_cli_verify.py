@@ -21,6 +21,7 @@ def test_a_whole_run(call, published):
         "g2-a1 (update 20): whole",
         "g3-a2 (update 30): whole",
         "receipts: the chain is whole",
+        "datasets: as the generations were trained on",
     ]
 
 
@@ -251,3 +252,81 @@ def test_what_to_do_differs_between_the_latest_and_older_ones(call, published):
         "'fall_back', the default, goes on from the newest whole"
         in (latest["damages"][0]["remedy"])
     )
+
+
+# --- beside the generations -----------------------------------------------------------------------
+
+
+def dataset_of(published):
+    (path,) = (published.root / "datasets").iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: replaced(path, put_pipe), "no_file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "content"),
+        (lambda path: path.write_bytes(path.read_bytes() + b" "), "content"),
+        (lambda path: path.write_bytes(b"{}"), "content"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"999", b"998")), "digest"),
+        (lambda path: path.rename(path.with_name(f"blake3-{'0' * 64}.json")), "digest"),
+    ],
+)
+def test_all_checks_the_manifest_of_the_data(call, published, harm, kind):
+    harm(dataset_of(published))
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    assert done.json["whole"] is False
+    assert all(generation["whole"] for generation in done.json["generations"])
+    assert done.json["datasets"][0]["details"]["kind"] == kind
+    plain = call("verify", published.root, "--all")
+    assert plain.code == 1
+    assert "datasets: datasets/blake3-" in plain.out
+
+
+def put(published, path: str, data: bytes = b"12345"):
+    place = published.root / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "sort"),
+    [
+        ("generations/g4-a1/shard-00000-of-00002.safetensors", "leftover"),
+        ("generations/g2-a2/manifest.json", "leftover"),
+        ("receipts/000000000021-000000000030-g9-a1.jsonl", "leftover"),
+        ("generations/g4-a3/shard-00000-of-00002.safetensors", "unknown"),
+        ("generations/g4-a3/manifest.json", "unknown"),
+        ("receipts/000000000031-000000000040-g4-a3.jsonl", "unknown"),
+        ("receipts/000000000001-000000000011-g1-a1.jsonl", "unknown"),
+        ("log/00000000000000000000.json", "unknown"),
+        ("notes.txt", "foreign"),
+        ("log/00000000000000000003.json.bak", "foreign"),
+        ("generations/copy-of-g1/manifest.json", "foreign"),
+        ("generations/g4-a1/notes.txt", "foreign"),
+        ("datasets/x.json", "foreign"),
+    ],
+)
+def test_all_names_what_no_record_leads_to(call, published, path, sort):
+    put(published, path)
+    code = 1 if sort == "unknown" else 0
+    done = call("verify", published.root, "--all", "--json")
+    assert done.json["extra"] == [{"path": path, "size": 5, "sort": sort}]
+    assert (done.code, done.json["whole"]) == (code, not code)
+    plain = call("verify", published.root, "--all")
+    assert plain.code == code
+    assert path in plain.out
+    assert ("`prune` collects it" in plain.out) == (sort == "leftover")
+
+
+def test_what_a_running_save_has_written_is_nothing_extra(call, published):
+    put(published, "generations/g4-a2/shard-00000-of-00002.safetensors")
+    put(published, "receipts/000000000031-000000000040-g4-a2.jsonl")
+    put(published, f"holds/g3-a2-{'0' * 32}.json")
+    put(published, f"probe/{'0' * 32}")
+    published.log.refresh_hint(published.log.read())
+    done = call("verify", published.root, "--all", "--json")
+    assert (done.code, done.json["extra"]) == (0, [])
