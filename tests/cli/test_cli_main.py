@@ -179,3 +179,54 @@ def test_it_runs_as_a_module(published):
     words = [sys.executable, "-m", "coherent_ray", "ls", str(published.root), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert len(json.loads(done.stdout)["generations"]) == 3
+
+
+# --- output that goes nowhere ---------------------------------------------------------------------
+
+TELLING = [
+    ["--help"],
+    ["--version"],
+    ["ls", "RUN"],
+    ["ls", "RUN", "--json"],
+    ["show", "RUN"],
+    ["verify", "RUN", "--all"],
+    ["receipts", "RUN", "--json"],
+    ["prune", "RUN", "--dry-run"],
+    ["validate", "--schema"],
+    ["ls", "no-such-run", "--json"],
+]
+
+
+def piped(words, published, **streams):
+    words = [str(published.root) if word == "RUN" else word for word in words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "coherent_ray", *words], stderr=subprocess.PIPE, text=True, **streams
+    )
+
+
+@pytest.mark.parametrize("words", TELLING, ids=" ".join)
+def test_output_that_finds_no_room_is_one_clear_error(published, words):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
+        command = piped(words, published, stdout=full)
+        _, told = command.communicate(timeout=60)
+    assert command.returncode == 1
+    first, *rest = told.splitlines()
+    assert first == "error: the output could not be written: no space left on device"
+    assert len(rest) == 1
+    assert rest[0].startswith("What to do: ")
+
+
+@pytest.mark.parametrize("words", TELLING, ids=" ".join)
+def test_a_pipe_that_closes_is_no_news(published, words):
+    command = piped(words, published, stdout=subprocess.PIPE)
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+    assert command.wait(timeout=60) == 1
+
+
+def test_another_failure_of_the_operating_system_keeps_its_traceback(failing):
+    failing(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space"):
+        CliRunner().invoke(main, ["fail"], catch_exceptions=False)
