@@ -207,8 +207,15 @@ def decode(data: bytes) -> list[Receipt]:
     return receipts
 
 
-def history(storage: Storage, commits: History, first: Digest | None = None) -> Iterator[Receipt]:
-    """Yield a run's receipts, from its first update to the last that it published.
+def last_update(commits: History) -> int:
+    """Return the last update that a run has published receipts of; 0: none."""
+    return max((last for _, last in _in_force(commits.publishes)), default=0)
+
+
+def history(
+    storage: Storage, commits: History, first: Digest | None = None, since: int = 1
+) -> Iterator[Receipt]:
+    """Yield a run's receipts, to the last update that it published.
 
     One segment is in memory at a time, and each is checked before any of it is yielded.
 
@@ -216,6 +223,8 @@ def history(storage: Storage, commits: History, first: Digest | None = None) -> 
         storage: The run's root.
         commits: Its commit log.
         first: What the first receipt must follow (`first_link`); None: not checked.
+        since: The first update to yield. Segments that end before it are not looked at, so what
+            their last receipt says of the first one here is not checked.
 
     Raises:
         ReceiptsDamaged: A segment is missing or damaged, or the chain has a gap; ``where`` is the
@@ -223,14 +232,18 @@ def history(storage: Storage, commits: History, first: Digest | None = None) -> 
         StorageError: The storage failed.
     """
     update, tip = 0, first
-    for segment, last in _in_force(commits.publishes):
+    wanted = [(segment, last) for segment, last in _in_force(commits.publishes) if last >= since]
+    if since > 1 and wanted and wanted[0][0].first > 1:
+        update, tip = wanted[0][0].first - 1, None
+    for segment, last in wanted:
         receipts = _read(storage, segment, update)
         for receipt in receipts[: last - segment.first + 1]:
             if not _follows(receipt, update, tip):
                 raise _damaged(
                     segment, f"update {receipt.update} does not follow update {update}", update
                 )
-            yield receipt
+            if receipt.update >= since:
+                yield receipt
             update, tip = receipt.update, receipt.digest
 
 
