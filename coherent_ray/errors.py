@@ -94,6 +94,10 @@ class NotFound(StorageError):
     """Nothing is stored under this path."""
 
 
+class NotAFile(NotFound):
+    """Something that is no file has this name; ``details["found"]`` says what."""
+
+
 class AlreadyExists(StorageError):
     """Exclusive creation met something that is stored already."""
 

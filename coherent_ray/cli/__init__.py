@@ -15,7 +15,7 @@ import click
 
 from coherent_ray import __version__
 from coherent_ray.cli import inspect, launch, prune, receipts, validate, verify
-from coherent_ray.cli.output import show_error
+from coherent_ray.cli.output import drop_output, show_error, show_output_lost, while_printing
 from coherent_ray.errors import CoherentRayError, ConfigError
 
 INTERRUPTED = 130
@@ -43,6 +43,23 @@ class Main(click.Group):
             extra: Passed to click's context.
         """
         words = list(sys.argv[1:] if args is None else args)
+        try:
+            code = self._told(words, prog_name, complete_var, **extra)
+        except BrokenPipeError:
+            drop_output()
+            code = 1
+        except OSError as error:
+            if not while_printing(error):
+                raise
+            drop_output()
+            show_output_lost(error)
+            code = 1
+        sys.exit(code)
+
+    def _told(
+        self, words: list[str], prog_name: str | None, complete_var: str | None, **extra: Any
+    ) -> int:
+        """Run a command, tell the error that ends it, and return the exit code."""
         as_json = "--json" in words
         try:
             code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
@@ -51,17 +68,17 @@ class Main(click.Group):
                 show_error(ConfigError(error.format_message()), as_json=True)
             else:
                 error.show()
-            code = 2
+            return 2
         except click.Abort:
             click.echo("interrupted", err=True)
-            code = INTERRUPTED
+            return INTERRUPTED
         except click.ClickException as error:
             error.show()
-            code = error.exit_code
+            return error.exit_code
         except CoherentRayError as error:
             show_error(error, as_json=as_json)
-            code = error.exit_code
-        sys.exit(code if isinstance(code, int) else 0)
+            return error.exit_code
+        return code if isinstance(code, int) else 0
 
 
 @click.group(

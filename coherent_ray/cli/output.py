@@ -7,8 +7,10 @@ by itself, and nothing here decides anything.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +100,40 @@ def show_error(error: CoherentRayError, *, as_json: bool) -> None:
         return
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
     click.echo(str(error), err=True)
+
+
+def while_printing(error: OSError) -> bool:
+    """Return whether an error came from writing to the terminal, the pipe or the file of output.
+
+    Any other that gets as far as the command line is a bug.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__") in {"click.utils", "rich.console"}:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def show_output_lost(error: OSError) -> None:
+    """Say that the output could not be written; only standard error is left to say it."""
+    reason = (error.strerror or str(error)).lower()
+    with suppress(OSError):
+        show_error(
+            CoherentRayError(
+                f"the output could not be written: {reason}",
+                remedy="Send it to a place that has room; nothing else was changed by this.",
+            ),
+            as_json=False,
+        )
+
+
+def drop_output() -> None:
+    """Let what is still buffered go, or the interpreter would fail on it once more at its end."""
+    with suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 def error_value(error: CoherentRayError) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The argument RUN: a run's root, its address, or its configuration file, and maybe a generation.
 
-``RUN@GENERATION`` is split at the last ``@``, and only where a generation's name follows it, so a
-directory whose own name has an ``@`` can be named.
+``RUN@GENERATION`` is split at the last ``@``. A file or directory that exists under the whole text
+is what is meant, whatever its name looks like; else what follows the ``@`` must name a generation.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from pathlib import Path
 import click
 
 from coherent_ray import config
-from coherent_ray.commit.references import parse_reference
+from coherent_ray.commit.references import FORMS, parse_reference
 from coherent_ray.commit.traces import log_gone
 from coherent_ray.config import Checkpoint
-from coherent_ray.errors import NotARun
+from coherent_ray.errors import ConfigError, NotARun
 from coherent_ray.storage import Storage, StorageOptions, open_storage
 
 run_argument = click.argument("run", metavar="RUN[@GENERATION]")
@@ -57,11 +57,17 @@ def place_of(text: str) -> Place:
     """Return the place that a RUN argument names.
 
     Raises:
-        ConfigError: The argument is a configuration file that cannot be used.
+        ConfigError: The argument is a configuration file that cannot be used, or what follows its
+            ``@`` names no generation.
     """
-    reference = parse_reference(text)
-    if reference.run in {"", text}:
+    if _exists(text):
         return _place(text, None)
+    reference = parse_reference(text)
+    if reference.run == text:
+        _refuse_no_name(text)
+        return _place(text, None)
+    if not reference.run:
+        raise ConfigError("no run is named before the @", where=text, remedy=f"Write {FORMS}.")
     return _place(reference.run, reference.generation)
 
 
@@ -84,6 +90,25 @@ def checkpoint_of(text: str) -> Checkpoint | None:
         ConfigError: The argument is a configuration file that cannot be used.
     """
     return config.load(text).checkpoint if _is_configuration(text) else None
+
+
+def _refuse_no_name(text: str) -> None:
+    """Refuse what was meant for a generation's name and is none.
+
+    An address may end in anything, and whether it exists is known only when it is opened.
+    """
+    run, at, name = text.rpartition("@")
+    if at and "/" not in name and "://" not in text and (not run or _exists(run)):
+        raise ConfigError(
+            f"{name!r} is no name of a generation", where=text, remedy=f"Write {FORMS}."
+        )
+
+
+def _exists(text: str) -> bool:
+    try:
+        return "://" not in text and bool(text) and Path(text).expanduser().exists()
+    except (OSError, ValueError):
+        return False  # no path at all, which is told when it is opened
 
 
 def _place(text: str, generation: str | None) -> Place:

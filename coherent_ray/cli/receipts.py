@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -19,7 +18,7 @@ from coherent_ray.cli.output import (
 from coherent_ray.cli.place import whole_run, whole_run_argument
 from coherent_ray.commit.generations import Generations
 from coherent_ray.digests import Digest
-from coherent_ray.errors import ManifestDamaged
+from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
 from coherent_ray.train.receipts import (
     Difference,
@@ -27,6 +26,7 @@ from coherent_ray.train.receipts import (
     first_difference,
     first_link,
     history,
+    last_update,
 )
 
 COLUMNS = (
@@ -52,27 +52,32 @@ _SHOWN_HEX = 12
 def receipts(run: str, first: int, last: int | None, against: str | None, as_json: bool) -> int:
     """Show one line an update, and check their chain.
 
-    A published update's loss, gradient norm and learning rates are exact: JSON, one object a line,
-    has them as hexadecimal floats.
+    What is shown is checked; `verify --all` checks what was before it. A published update's loss,
+    gradient norm and learning rates are exact: JSON, one object a line, has them as hexadecimal
+    floats.
     """
     storage = whole_run(run).open()
     if against is not None:
         return _compare(storage, whole_run(against).open(), as_json=as_json)
-    chosen: Iterator[Receipt] = (
-        receipt for receipt in read_receipts(storage) if receipt.update >= first
-    )
     if last is not None:
-        chosen = iter(deque(chosen, last))
+        first = max(first, last_update(Generations(storage).history()) - last + 1)
+    chosen = read_receipts(storage, first)
     if as_json:
         for receipt in chosen:
             show_json(asdict(receipt), lines=True)
         return 0
     show_table(COLUMNS, (_cells(receipt) for receipt in chosen))
+    if first > 1:
+        show_line(f"what was before update {first:,} was not looked at; `verify --all` does")
     return 0
 
 
-def read_receipts(storage: Storage) -> Iterator[Receipt]:
+def read_receipts(storage: Storage, since: int = 1) -> Iterator[Receipt]:
     """Yield a run's receipts, checked from the plan's digest on, where a manifest tells the plan.
+
+    Args:
+        storage: The run's root.
+        since: The first update to yield; what ends before it is not looked at.
 
     Raises:
         ReceiptsDamaged: A segment is missing or damaged, or the chain has a gap.
@@ -85,10 +90,10 @@ def read_receipts(storage: Storage) -> Iterator[Receipt]:
     for publish in reversed(commits.live):
         try:
             first = first_link(generations.manifest(publish).header.plan)
-        except ManifestDamaged:
-            continue
+        except (ManifestDamaged, StorageError):
+            continue  # any other one tells the plan as well
         break
-    return history(storage, commits, first)
+    return history(storage, commits, first, since)
 
 
 def _compare(one: Storage, other: Storage, *, as_json: bool) -> int:

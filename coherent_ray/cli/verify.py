@@ -14,12 +14,11 @@ from coherent_ray.cli.output import (
     show_line,
 )
 from coherent_ray.cli.place import Place, place_of, run_argument
-from coherent_ray.cli.receipts import read_receipts
+from coherent_ray.cli.surroundings import look_round
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.traces import cut_off, read_hint
-from coherent_ray.errors import CoherentRayError, Damage, NoGeneration, ReceiptsDamaged
-from coherent_ray.storage import Storage
+from coherent_ray.errors import CoherentRayError, Damage, NoGeneration
 
 
 @click.command()
@@ -32,7 +31,8 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
 
     The latest generation of RUN, or the one that is named. Each shard, block and tensor that is not
     what was published is named, and the exit code is 1. The commit log is always checked whole;
-    with --all, so is the chain of receipts.
+    with --all, so are the chain of receipts and the manifests of the data, and files that no record
+    leads to are named.
     """
     place = place_of(run)
     if everything and place.generation is not None:
@@ -62,11 +62,11 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
         if not as_json:
             show_line(str(cut), style="bad")
     if everything:
-        broken = _broken_chain(storage)
-        value["receipts"] = error_value(broken) if broken else None
-        faults += [broken] if broken else []
+        round_about = look_round(storage, generations)
+        value |= round_about.value()
+        faults += round_about.faults
         if not as_json:
-            _show_chain(broken)
+            round_about.show()
     if as_json:
         show_json({"whole": not faults, **value})
     return 1 if faults else 0
@@ -74,22 +74,6 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
 
 def _is_retired(generations: Generations, publish: PublishBody) -> bool:
     return (publish.number, publish.attempt) in generations.history().retired
-
-
-def _broken_chain(storage: Storage) -> Damage | None:
-    try:
-        for _ in read_receipts(storage):
-            pass
-    except ReceiptsDamaged as damage:
-        return damage
-    return None
-
-
-def _show_chain(broken: Damage | None) -> None:
-    if broken is None:
-        show_line("receipts: the chain is whole", style="good")
-    else:
-        show_line(f"receipts: {broken.where}: {broken.what}", style="bad")
 
 
 def _wanted(generations: Generations, place: Place, *, everything: bool) -> list[PublishBody]:

@@ -7,12 +7,20 @@ decides. Nothing here writes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from coherent_ray.commit.history import History
-from coherent_ray.commit.inspection import is_lost, shard_damage, tensors_between, tensors_in
+from coherent_ray.commit.inspection import (
+    absence,
+    is_lost,
+    shard_damage,
+    tensors_between,
+    tensors_in,
+    unreadable_here,
+)
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
     MANIFEST_BYTES,
@@ -20,6 +28,7 @@ from coherent_ray.commit.manifest import (
     GenerationHeader,
     LaterFormat,
     Manifest,
+    ShardRecord,
     generation_directory,
     load,
 )
@@ -33,11 +42,13 @@ from coherent_ray.commit.verdicts import (
     newer_manifest,
     no_name,
     none_whole,
+    not_readable,
+    of_older,
     receipts_damaged,
     refused,
 )
 from coherent_ray.digests import algorithm_of, digest_of
-from coherent_ray.errors import Damage, ManifestDamaged, NotFound, StorageError
+from coherent_ray.errors import Damage, ManifestDamaged, NotAFile, NotFound, StorageError
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.bounded import TooLong, read_bounded
 
@@ -55,6 +66,7 @@ __all__ = [
 OnDamage = Literal["fall_back", "refuse"]
 _Infos = list["GenerationInfo"]  # `list` is a method's name in the class below
 _Damages = list[Damage]
+_Looks = list[Callable[[], Iterable[Damage]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +178,9 @@ class Generations:
             if most < publish.manifest_size:
                 what = f"no manifest has {publish.manifest_size} bytes"
             raise manifest_damaged(publish, "size", what) from None
-        except NotFound:
-            raise manifest_damaged(publish, "missing", "the manifest is missing") from None
+        except NotFound as error:
+            kind, words = absence(error)
+            raise manifest_damaged(publish, kind, f"the manifest {words}") from None
         except StorageError as error:
             if not is_lost(error):
                 raise
@@ -199,8 +212,8 @@ class Generations:
         """Return everything that is wrong with a generation; nothing: it is whole.
 
         Reports the receipts that led to it, and files that nobody published, as well. ``details``
-        of each has ``kind``: missing, size, digest, content, foreign, unreadable, block, receipts
-        or extra.
+        of each has ``kind``: missing, no_file, size, digest, content, foreign, unreadable, block,
+        receipts, extra, or refused where this user may not read a file.
 
         Args:
             publish: What the log says of it.
@@ -211,15 +224,29 @@ class Generations:
         """
         damages: list[Damage] = []
         named = {publish.manifest}
+        looks: _Looks = [partial(self._receipt_damages, publish)]
         try:
             manifest = self.manifest(publish)
         except ManifestDamaged as damage:
             damages.append(damage)
+        except StorageError as error:
+            damages.append(_refused_here(publish, error))
         else:
             named |= {shard.path for shard in manifest.shards}
-            damages += self._shard_damages(manifest, deep)
-            damages += self._extra(publish, named)
-        return damages + list(self._receipt_damages(publish))
+            looks = [
+                *(partial(self._shard_damage, manifest, s, deep) for s in manifest.shards),
+                partial(self._extra, publish, named),
+                *looks,
+            ]
+        for look in looks:
+            try:
+                damages += look()
+            except StorageError as error:
+                # What this user may not read is told, and is no reason to leave out the rest.
+                damages.append(_refused_here(publish, error))
+        if damages and publish != self.history().latest:
+            return [of_older(damage) for damage in damages]
+        return damages
 
     def select(self, on_damage: OnDamage = "fall_back", deep: bool = True) -> Selected | None:
         """Return the newest live generation that is whole; None where none was ever published.
@@ -256,7 +283,10 @@ class Generations:
 
     def _shard_damages(self, manifest: Manifest, deep: bool) -> Iterator[Damage]:
         for shard in manifest.shards:
-            yield from shard_damage(self._storage, manifest, shard, deep=deep)
+            yield from self._shard_damage(manifest, shard, deep)
+
+    def _shard_damage(self, manifest: Manifest, shard: ShardRecord, deep: bool) -> Iterable[Damage]:
+        return shard_damage(self._storage, manifest, shard, deep=deep)
 
     def _extra(self, publish: PublishBody, named: set[str]) -> Iterator[Damage]:
         for entry in self._storage.list(generation_directory(publish.number, publish.attempt)):
@@ -275,14 +305,26 @@ class Generations:
         except StorageError as error:
             if not is_lost(error):
                 raise
-            gone = "are missing" if isinstance(error, NotFound) else "cannot be read"
-            yield receipts_damaged(publish, segment, gone)
+            yield receipts_damaged(publish, segment, _gone(error))
             return
         if (
             len(data) != segment.size
             or digest_of(data, algorithm_of(segment.digest)) != segment.digest
         ):
             yield receipts_damaged(publish, segment, "do not hash to the digest that was published")
+
+
+def _refused_here(publish: PublishBody, error: StorageError) -> Damage:
+    """Return the verdict on a file that this user may not read; any other failure goes up."""
+    if not unreadable_here(error):
+        raise error
+    return not_readable(publish, error)
+
+
+def _gone(error: StorageError) -> str:
+    if isinstance(error, NotAFile):
+        return absence(error)[1].replace("is no file", "are in no file")
+    return "are missing" if isinstance(error, NotFound) else "cannot be read"
 
 
 def _foreign(publish: PublishBody, header: GenerationHeader, run_id: str | None) -> str | None:

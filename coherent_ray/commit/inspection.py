@@ -12,15 +12,21 @@ from collections.abc import Iterator
 
 from coherent_ray.commit.manifest import Manifest, ShardRecord
 from coherent_ray.digests import digest_of, new_hasher
-from coherent_ray.errors import NotFound, ShardDamaged, StorageError
+from coherent_ray.errors import NotAFile, NotFound, ShardDamaged, StorageError
 from coherent_ray.storage.base import Storage
 
 #: Bytes that are read at a time, whatever the size of a block.
 _PIECE = 4 << 20
-#: What to do about a damaged generation.
-REMEDY = (
-    "Put the file back from a copy, or resume from an earlier generation: checkpoint.on_damage "
-    "'fall_back' takes the newest whole one."
+#: What to do about a damaged generation that is latest.
+_WITHOUT = (
+    "Without it `run` does what checkpoint.on_damage says: 'fall_back', the default, goes on from "
+    "the newest whole generation before it and trains again what is lost; 'refuse' stops."
+)
+REMEDY = f"Put the file back from a copy. {_WITHOUT}"
+#: And about an older one.
+REMEDY_OF_OLDER = (
+    "Put the file back from a copy, or let the generation go, as `prune RUN --keep N` does: "
+    "nothing resumes from it while a newer one is whole."
 )
 
 
@@ -83,8 +89,23 @@ def shard_damage(
         if size != shard.size:
             return [_wrong_size(manifest, shard, size)]
         return list(_bad_blocks(storage, manifest, shard)) if deep else []
-    except NotFound:
-        return [_missing(manifest, shard)]
+    except NotFound as error:
+        return [_missing(manifest, shard, error)]
+
+
+def absence(error: NotFound) -> tuple[str, str]:
+    """Return in what way a file is not there: a kind for programs, and words after its name."""
+    if isinstance(error, NotAFile):
+        return "no_file", f"is no file: there is {error.details.get('found', 'something else')}"
+    return "missing", "is missing"
+
+
+def unreadable_here(error: StorageError) -> bool:
+    """Return whether a refusal to read is about this file alone, so that others can be read.
+
+    It is no word on what the file holds: whoever chooses a generation must not go by it.
+    """
+    return error.details.get("errno") in {"EACCES", "EPERM"}
 
 
 def is_lost(error: StorageError) -> bool:
@@ -110,7 +131,7 @@ def _bad_blocks(storage: Storage, manifest: Manifest, shard: ShardRecord) -> Ite
         yield ShardDamaged(
             "the digests of the blocks do not make up the shard's digest",
             where=shard.path,
-            remedy="The generation was recorded wrongly and cannot be trusted: resume before it.",
+            remedy="The generation was recorded wrongly and cannot be trusted. " + _WITHOUT,
             details={**_facts(manifest, shard), "kind": "digest"},
         )
 
@@ -167,14 +188,15 @@ def _wrong_size(manifest: Manifest, shard: ShardRecord, size: int) -> ShardDamag
     )
 
 
-def _missing(manifest: Manifest, shard: ShardRecord) -> ShardDamaged:
+def _missing(manifest: Manifest, shard: ShardRecord, error: NotFound) -> ShardDamaged:
+    kind, words = absence(error)
     return ShardDamaged(
-        f"the shard of rank {shard.rank} is missing",
+        f"the shard of rank {shard.rank} {words}",
         where=shard.path,
         remedy=REMEDY,
         details={
             **_facts(manifest, shard),
-            "kind": "missing",
+            "kind": kind,
             "start": 0,
             "stop": shard.size,
             "tensors": tensors_between(manifest, shard, 0, shard.size),

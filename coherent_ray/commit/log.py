@@ -44,6 +44,7 @@ from coherent_ray.errors import (
     Fenced,
     LogDamaged,
     NewerLog,
+    NotAFile,
     NotFound,
     NotSigned,
     SaveFailed,
@@ -249,6 +250,8 @@ class CommitLog:
                 data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
                 records.append(decode(data, self._key))
                 self._signed = self._signed or is_signed(data)
+            except NotAFile as error:
+                raise _damaged(seq, f"the record is damaged: {error.what}") from error
             except NotFound:
                 if seq <= at_least:
                     raise _damaged(seq, "the record is missing, but later ones exist") from None

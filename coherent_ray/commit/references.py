@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+#: How a generation is named, for messages.
+FORMS = "RUN@g12, RUN@12, RUN@g12-a3 or RUN@latest"
 _GENERATION = re.compile(r"(?:latest|g?([1-9][0-9]{0,17})(?:-a([1-9][0-9]{0,17}))?)")
 
 

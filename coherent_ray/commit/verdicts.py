@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from coherent_ray.commit.history import History
-from coherent_ray.commit.inspection import REMEDY
+from coherent_ray.commit.inspection import REMEDY, REMEDY_OF_OLDER
 from coherent_ray.commit.manifest import ReceiptSegment
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.references import Reference
-from coherent_ray.errors import Damage, ManifestDamaged, NewerFormat, NoGeneration
+from coherent_ray.errors import (
+    Damage,
+    ManifestDamaged,
+    NewerFormat,
+    NoGeneration,
+    StorageError,
+)
 from coherent_ray.storage.base import Entry
 
 
@@ -41,6 +47,16 @@ def receipts_damaged(publish: PublishBody, segment: ReceiptSegment, what: str) -
     )
 
 
+def not_readable(publish: PublishBody, error: StorageError) -> Damage:
+    """A file of a generation may not be read by this user, so nobody knows what it holds."""
+    return Damage(
+        f"it cannot be read: {error.what}",
+        where=error.where,
+        remedy=error.remedy,
+        details={**error.details, "kind": "refused", "generation": publish.name},
+    )
+
+
 def extra_file(publish: PublishBody, entry: Entry) -> Damage:
     """A file lies among a generation's that it does not name."""
     return Damage(
@@ -48,6 +64,15 @@ def extra_file(publish: PublishBody, entry: Entry) -> Damage:
         where=entry.path,
         remedy="Nothing reads it: look where it comes from, and remove it.",
         details={"kind": "extra", "generation": publish.name, "found": entry.size},
+    )
+
+
+def of_older(damage: Damage) -> Damage:
+    """The same damage in a generation that is not latest, where another thing is to be done."""
+    if damage.remedy != REMEDY:
+        return damage
+    return type(damage)(
+        damage.what, where=damage.where, remedy=REMEDY_OF_OLDER, details=damage.details
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from coherent_ray.commit.inspection import is_lost
+from coherent_ray.commit.inspection import absence, is_lost
 from coherent_ray.commit.manifest import CUT_ALIGNMENT, Manifest, ShardRecord
 from coherent_ray.digests import new_hasher
 from coherent_ray.errors import NotFound, ShardDamaged, StorageError
@@ -48,7 +48,7 @@ class ShardReader:
         try:
             size = self._storage.size(self.record.path)
         except NotFound as error:
-            raise self.damage("the shard is missing") from error
+            raise self.damage(f"the shard {absence(error)[1]}") from error
         if size != self.record.size:
             raise self.damage(f"the shard has {size} bytes instead of {self.record.size}")
 
@@ -87,7 +87,7 @@ class ShardReader:
         try:
             count = self._storage.read_into(self.record.path, block.first, target)
         except NotFound as error:
-            raise self.damage("the shard is missing") from error
+            raise self.damage(f"the shard {absence(error)[1]}") from error
         except StorageError as error:
             if not is_lost(error):
                 raise

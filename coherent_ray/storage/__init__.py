@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import stat
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -28,8 +29,8 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
             environment says. Directories need but the latter.
 
     Raises:
-        ConfigError: The address names no place that this version can use, or the options do not
-            fit it.
+        ConfigError: The address names no place that this version can use, or a file; or the options
+            do not fit it.
     """
     if not uri.strip() or "\0" in uri:
         raise ConfigError("the root is empty or not a path", where=repr(uri))
@@ -38,7 +39,7 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
         options = StorageOptions(key_env=key.env) if key else StorageOptions()
     scheme = _SCHEME.match(uri)
     if scheme is None:
-        return LocalStorage(Path(uri).expanduser(), options.key_place)
+        return _directory(Path(uri).expanduser(), options)
     if scheme[1].lower() != "file":
         # Late: whoever stays in directories needs no client of object stores.
         from coherent_ray.storage.object_store import ObjectStorage
@@ -51,4 +52,24 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
             where=uri,
             remedy="Write file:///an/absolute/path, or the path alone.",
         )
-    return LocalStorage(unquote(parts.path), options.key_place)
+    return _directory(Path(unquote(parts.path)), options)
+
+
+def _directory(root: Path, options: StorageOptions) -> LocalStorage:
+    """Return the storage in a directory, which need not exist but can be no file."""
+    storage = LocalStorage(root, options.key_place)
+    for place in (path := Path(storage.uri), *path.parents):
+        try:
+            mode = place.stat().st_mode
+        except OSError:
+            continue  # not there, or not to be looked at: told by whoever uses it
+        if stat.S_ISDIR(mode):
+            break
+        raise ConfigError(
+            "a root is a directory, and this is a file"
+            if place == path
+            else f"a root is a directory, and {place} above it is a file",
+            where=storage.uri,
+            remedy="Name the directory of the run.",
+        )
+    return storage

@@ -6,10 +6,11 @@ temporary names. A verb that returns has made its effect durable, the directory 
 it too: what it did survives a power cut. `AlreadyExists` is a promise as well: what it met is
 durable. All verbs may be called from any thread.
 
-Errors are those of `coherent_ray.errors`: `NotFound`, `AlreadyExists`, `StorageFull`, or
-`StorageError` with the path and the operating system's reason. ``details["errno"]`` has the symbol
-of the operating system's error where there is one; ``EIO`` from a read means that the medium has
-lost these bytes, any other that nobody could look. ``details["status"]`` has an object store's.
+Errors are those of `coherent_ray.errors`: `NotFound`, or `NotAFile` where something that is no file
+has the name; `AlreadyExists`, `StorageFull`, or `StorageError` with the path and the operating
+system's reason. ``details["errno"]`` has the symbol of the operating system's error where there is
+one; ``EIO`` from a read means that the medium has lost these bytes, any other that nobody could
+look. ``details["status"]`` has an object store's.
 """
 
 from __future__ import annotations

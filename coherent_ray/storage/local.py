@@ -11,6 +11,7 @@ be reached through one.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import uuid
@@ -26,7 +27,7 @@ from coherent_ray.errors import AlreadyExists, NotFound, StorageError
 from coherent_ray.storage.base import TEMPORARY_PREFIX, Entry, checked_path
 from coherent_ray.storage.directories import TEMPORARY_NAME, Directories
 from coherent_ray.storage.housekeeping import Temporary
-from coherent_ray.storage.reasons import explained
+from coherent_ray.storage.reasons import explained, linked_directory, no_file, refuse_no_file
 from coherent_ray.storage.signing import KeyPlace
 
 #: Bytes after which a writer asks the kernel to begin writing them to the device.
@@ -177,20 +178,30 @@ class LocalStorage:
         *above, name = checked_path(path).split("/")
         where = self._where(path)
         with explained(where):
-            directory = self._directories.open(above)
+            directory = self._above(above, where)
             try:
+                refuse_no_file(directory, name, where)
                 flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
                 file = os.open(name, flags, dir_fd=directory)
             finally:
                 os.close(directory)
         try:
             with explained(where):  # a device may fail between any two calls
-                regular = stat.S_ISREG(os.fstat(file).st_mode)
-            if not regular:
-                raise NotFound("there is something here, but it is no file", where=where)
+                mode = os.fstat(file).st_mode
+            if not stat.S_ISREG(mode):  # put there since the look above
+                raise no_file(mode, where)
             yield file
         finally:
             os.close(file)
+
+    def _above(self, names: Sequence[str], where: str) -> int:
+        """Open the directory of a file that is to be read."""
+        try:
+            return self._directories.open(names)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise linked_directory(where) from error
 
     def _walk(self, above: Sequence[str]) -> Iterator[Entry]:
         try:

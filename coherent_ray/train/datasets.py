@@ -6,9 +6,13 @@ that hash, so that a refusal can say *what* changed and not only that something 
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+
 from pydantic import TypeAdapter
 
 from coherent_ray import canonical
+from coherent_ray.commit.inspection import absence, is_lost, unreadable_here
+from coherent_ray.commit.inventory import item_of
 from coherent_ray.commit.manifest import PlanIdentity
 from coherent_ray.config import Config
 from coherent_ray.data import order
@@ -16,12 +20,13 @@ from coherent_ray.data.content import DigestCache, cache_directory
 from coherent_ray.data.dataset import DatasetManifest, differences, scan
 from coherent_ray.data.sources import Source, open_source
 from coherent_ray.digests import Digest
-from coherent_ray.errors import AdmissionRefused, AlreadyExists, StorageError
+from coherent_ray.errors import AdmissionRefused, AlreadyExists, Damage, NotFound, StorageError
 from coherent_ray.storage.base import Storage
-from coherent_ray.storage.bounded import read_bounded
+from coherent_ray.storage.bounded import TooLong, read_bounded
 
 #: A manifest that is longer is not read; a million files need about so much.
 _DATASET_BYTES = 256 * 2**20
+_DIRECTORY = "datasets"
 _ADAPTER: TypeAdapter[DatasetManifest] = TypeAdapter(DatasetManifest)
 
 
@@ -79,7 +84,7 @@ def identity_of(config: Config, dataset: DatasetManifest) -> PlanIdentity:
 
 def path_of(dataset_hash: Digest) -> str:
     """Return where a dataset's manifest lies, relative to the run's root."""
-    return f"datasets/{dataset_hash.replace(':', '-')}.json"
+    return f"{_DIRECTORY}/{dataset_hash.replace(':', '-')}.json"
 
 
 def keep(storage: Storage, dataset: DatasetManifest) -> None:
@@ -93,6 +98,52 @@ def keep(storage: Storage, dataset: DatasetManifest) -> None:
         storage.create(path_of(dataset.hash), data)
     except AlreadyExists:
         return
+
+
+def kept_damages(storage: Storage, trained_on: Collection[Digest]) -> Iterator[Damage]:
+    """Yield what is wrong with the dataset manifests under a root.
+
+    Args:
+        storage: The run's root.
+        trained_on: Hashes of the data of the run's generations; each must be told of there.
+
+    Raises:
+        StorageError: The storage could not be asked.
+    """
+    listed = {entry.path for entry in storage.list(_DIRECTORY)}
+    kept = {path for path in listed if (item := item_of(path)) and item.kind == "dataset"}
+    for path in sorted(kept | {path_of(wanted) for wanted in trained_on}):
+        try:
+            wrong = _wrong(path, read_bounded(storage, path, _DATASET_BYTES))
+        except TooLong as error:
+            wrong = "size", f"is longer than one can be: {error}"
+        except NotFound as error:
+            wrong = absence(error)
+        except StorageError as error:
+            if not (is_lost(error) or unreadable_here(error)):
+                raise
+            wrong = "refused", f"cannot be read: {error.what}"
+        if wrong is not None:
+            yield Damage(
+                f"the manifest of the data {wrong[1]}",
+                where=path,
+                remedy="No state depends on it, but without it a refusal cannot say what changed "
+                "in the data: put it back from a copy, or remove it, and the next start makes it.",
+                details={"kind": wrong[0]},
+            )
+
+
+def _wrong(path: str, data: bytes) -> tuple[str, str] | None:
+    """Return in what way a dataset manifest is not what its name says: a kind, and words."""
+    try:
+        manifest = _ADAPTER.validate_json(data)
+        if canonical.dump(_ADAPTER.dump_python(manifest, mode="json")) != data:
+            return "content", "is not in canonical JSON"
+    except ValueError:  # pydantic's errors are ValueErrors
+        return "content", "is torn or holds something else"
+    if path_of(manifest.hash) != path:
+        return "digest", f"hashes to {manifest.hash}, not to its name"
+    return None
 
 
 def check_same(

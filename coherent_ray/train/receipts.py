@@ -26,6 +26,7 @@ from pydantic.dataclasses import dataclass
 from coherent_ray import canonical
 from coherent_ray.commit import manifest
 from coherent_ray.commit.history import History
+from coherent_ray.commit.inspection import absence, is_lost
 from coherent_ray.commit.manifest import (
     RECEIPTS_BYTES,
     Count,
@@ -35,7 +36,7 @@ from coherent_ray.commit.manifest import (
 )
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest, digest_of
-from coherent_ray.errors import NotFound, ReceiptsDamaged
+from coherent_ray.errors import NotFound, ReceiptsDamaged, StorageError
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.bounded import TooLong, read_bounded
 
@@ -211,8 +212,15 @@ def decode(data: bytes) -> list[Receipt]:
     return receipts
 
 
-def history(storage: Storage, commits: History, first: Digest | None = None) -> Iterator[Receipt]:
-    """Yield a run's receipts, from its first update to the last that it published.
+def last_update(commits: History) -> int:
+    """Return the last update that a run has published receipts of; 0: none."""
+    return max((last for _, last in _in_force(commits.publishes)), default=0)
+
+
+def history(
+    storage: Storage, commits: History, first: Digest | None = None, since: int = 1
+) -> Iterator[Receipt]:
+    """Yield a run's receipts, to the last update that it published.
 
     One segment is in memory at a time, and each is checked before any of it is yielded.
 
@@ -220,6 +228,8 @@ def history(storage: Storage, commits: History, first: Digest | None = None) -> 
         storage: The run's root.
         commits: Its commit log.
         first: What the first receipt must follow (`first_link`); None: not checked.
+        since: The first update to yield. Segments that end before it are not looked at, so what
+            their last receipt says of the first one here is not checked.
 
     Raises:
         ReceiptsDamaged: A segment is missing or damaged, or the chain has a gap; ``where`` is the
@@ -227,14 +237,18 @@ def history(storage: Storage, commits: History, first: Digest | None = None) -> 
         StorageError: The storage failed.
     """
     update, tip = 0, first
-    for segment, last in _in_force(commits.publishes):
+    wanted = [(segment, last) for segment, last in _in_force(commits.publishes) if last >= since]
+    if since > 1 and wanted and wanted[0][0].first > 1:
+        update, tip = wanted[0][0].first - 1, None
+    for segment, last in wanted:
         receipts = _read(storage, segment, update)
         for receipt in receipts[: last - segment.first + 1]:
             if not _follows(receipt, update, tip):
                 raise _damaged(
                     segment, f"update {receipt.update} does not follow update {update}", update
                 )
-            yield receipt
+            if receipt.update >= since:
+                yield receipt
             update, tip = receipt.update, receipt.digest
 
 
@@ -292,11 +306,15 @@ def _read(storage: Storage, segment: ReceiptSegment, readable: int) -> list[Rece
     try:
         data = read_bounded(storage, segment.path, min(segment.size, RECEIPTS_BYTES))
     except NotFound as error:
-        raise _damaged(segment, "the segment is missing", readable) from error
+        raise _damaged(segment, f"the segment {absence(error)[1]}", readable) from error
     except TooLong as error:
         raise _damaged(
             segment, f"the segment has more bytes, published were {segment.size}", readable
         ) from error
+    except StorageError as error:
+        if not is_lost(error):
+            raise
+        raise _damaged(segment, "it cannot be read from the device", readable) from error
     if len(data) != segment.size:
         raise _damaged(
             segment, f"the segment has {len(data)} bytes, published were {segment.size}", readable

@@ -19,8 +19,10 @@ from coherent_ray.commit.manifest import (
     generation_name,
 )
 from coherent_ray.commit.records import PublishBody
+from coherent_ray.data.dataset import DatasetFile, DatasetManifest
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.storage import LocalStorage
+from coherent_ray.train.datasets import keep
 from coherent_ray.train.receipts import ReceiptChain, first_link
 
 RUN_ID = "first"
@@ -30,7 +32,13 @@ LAYOUT = StateLayout(
         TensorSpec("model/weight", "F32", (64, 64)),
     )
 )
-PLAN = PlanIdentity(digest_of(b"data"), 100_000, 7, "feistel-v1", 32, 4, 8)
+DATASET = DatasetManifest(
+    format="parquet",
+    level="content",
+    files=(DatasetFile("a.parquet", 999, 100_000, digest_of(b"data"), digest_of(b"footer")),),
+    columns=(("x", "int64"),),
+)
+PLAN = PlanIdentity(DATASET.hash, 100_000, 7, "feistel-v1", 32, 4, 8)
 BLOCK = 4096
 HEADER_BYTES = 128
 
@@ -50,6 +58,7 @@ class Published:
         self.chain = ReceiptChain(first_link(PLAN), 0)
 
     def open_attempt(self) -> None:
+        keep(self.storage, DATASET)
         self.attempt = self.log.open_attempt(self.run_id, f"token-{self.attempt}").body.attempt
 
     def train(self, update: int, seed: int = 0) -> ReceiptSegment | None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from published import RUN_ID, flip
 
+from coherent_ray import canonical
 from coherent_ray.commit.manifest import Manifest, load
 from coherent_ray.commit.records import PinBody, RetireBody
 
@@ -124,7 +123,7 @@ def test_show_finds_a_generation(call, published, reference, name):
 def test_show_as_json_has_the_whole_manifest(call, published):
     value = call("show", published.root, "--json").json
     data = (published.root / "generations/g3-a2/manifest.json").read_bytes()
-    assert load(Manifest, json.dumps(value["manifest"]).encode()) == load(Manifest, data)
+    assert load(Manifest, canonical.dump(value["manifest"])) == load(Manifest, data)
 
 
 def test_show_lists_tensors_when_asked(call, published):

@@ -100,6 +100,49 @@ def test_a_configuration_that_is_wrong(call, configuration, name):
     assert "data.lanes: must be 1 or more, not 0" in done.err
 
 
+# --- how a run and a generation are named ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["@g1", "@1", "@g1-a1", "@latest", "@G3", "@x", "@"])
+def test_a_directory_under_the_whole_text_is_meant(call, tmp_path, make_run, name):
+    run = make_run(tmp_path / f"r{name}")
+    run.open_attempt()
+    run.publish(10)
+    for command in READERS:
+        assert call(command, run.root).code == 0
+    make_run(tmp_path / "r").open_attempt()
+    assert call("show", run.root, "--json").json["generation"] == "g1-a1"
+    assert call("show", f"{run.root}@g1", "--json").json["generation"] == "g1-a1"
+
+
+@pytest.mark.parametrize("command", ["show", "verify", "ls", "receipts", "prune", "pin"])
+@pytest.mark.parametrize("name", ["@G3", "@g", "@x", "@", "@g1-a", "@g01", "@0", "@Latest"])
+def test_what_is_no_generation_s_name_is_told_with_the_forms(call, published, command, name):
+    done = call(command, f"{published.root}{name}")
+    assert done.code == 2
+    assert f"{name[1:]!r} is no name of a generation" in done.err
+    assert "Write RUN@g12, RUN@12, RUN@g12-a3 or RUN@latest." in done.err
+
+
+@pytest.mark.parametrize("name", ["@g3", "@12", "@latest", "@G3", "@x", "@"])
+def test_a_generation_of_no_run_is_told_with_the_forms(call, name):
+    done = call("show", name)
+    assert done.code == 2
+    assert "Write RUN@g12, RUN@12, RUN@g12-a3 or RUN@latest." in done.err
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_a_file_is_no_root(call, tmp_path, configuration, command):
+    (tmp_path / "file").write_bytes(bytes(range(256)))
+    below = tmp_path / "file" / "run"
+    address = f"file://{tmp_path}/file"
+    as_root = configuration(run={"root": str(tmp_path / "file")})
+    for text in (tmp_path / "file", below, address, as_root):
+        done = call(command, text)
+        assert done.code == 2, (text, done.err)
+        assert "ove it away" not in done.err
+
+
 @pytest.fixture
 def failing(monkeypatch):
     """Make a command that raises."""
@@ -179,3 +222,54 @@ def test_it_runs_as_a_module(published):
     words = [sys.executable, "-m", "coherent_ray", "ls", str(published.root), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
     assert len(json.loads(done.stdout)["generations"]) == 3
+
+
+# --- output that goes nowhere ---------------------------------------------------------------------
+
+TELLING = [
+    ["--help"],
+    ["--version"],
+    ["ls", "RUN"],
+    ["ls", "RUN", "--json"],
+    ["show", "RUN"],
+    ["verify", "RUN", "--all"],
+    ["receipts", "RUN", "--json"],
+    ["prune", "RUN", "--dry-run"],
+    ["validate", "--schema"],
+    ["ls", "no-such-run", "--json"],
+]
+
+
+def piped(words, published, **streams):
+    words = [str(published.root) if word == "RUN" else word for word in words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "coherent_ray", *words], stderr=subprocess.PIPE, text=True, **streams
+    )
+
+
+@pytest.mark.parametrize("words", TELLING, ids=" ".join)
+def test_output_that_finds_no_room_is_one_clear_error(published, words):
+    with open("/dev/full", "w") as full:  # noqa: PTH123 (a device)
+        command = piped(words, published, stdout=full)
+        _, told = command.communicate(timeout=60)
+    assert command.returncode == 1
+    first, *rest = told.splitlines()
+    assert first == "error: the output could not be written: no space left on device"
+    assert len(rest) == 1
+    assert rest[0].startswith("What to do: ")
+
+
+@pytest.mark.parametrize("words", TELLING, ids=" ".join)
+def test_a_pipe_that_closes_is_no_news(published, words):
+    command = piped(words, published, stdout=subprocess.PIPE)
+    assert command.stdout is not None
+    command.stdout.close()
+    assert command.stderr is not None
+    assert command.stderr.read() == ""
+    assert command.wait(timeout=60) == 1
+
+
+def test_another_failure_of_the_operating_system_keeps_its_traceback(failing):
+    failing(OSError(28, "No space left on device"))
+    with pytest.raises(OSError, match="No space"):
+        CliRunner().invoke(main, ["fail"], catch_exceptions=False)

@@ -96,6 +96,38 @@ def test_a_damaged_segment(call, published):
     assert error["error"]["details"]["readable_until"] == 10
 
 
+@pytest.mark.parametrize("options", [["--last", "12"], ["--from", "19"]])
+def test_damage_long_before_what_is_shown_is_not_in_its_way(call, published, options):
+    segments = sorted((published.root / "receipts").iterdir())
+    flip(segments[0], 10)
+    done = call("receipts", published.root, "--json", *options)
+    assert done.code == 0
+    assert [json.loads(line)["update"] for line in done.out.splitlines()] == list(range(19, 31))
+    plain = call("receipts", published.root, *options)
+    assert plain.code == 0
+    assert plain.out.splitlines()[-1] == (
+        "what was before update 19 was not looked at; `verify --all` does"
+    )
+    assert call("verify", published.root, "--all").code == 1
+    assert call("receipts", published.root, "--last", "30").code == 1
+
+
+@pytest.mark.parametrize("options", [["--last", "12"], ["--from", "19"]])
+@pytest.mark.parametrize("at", [1, 2])
+def test_damage_in_what_is_shown_is_told(call, published, options, at):
+    segments = sorted((published.root / "receipts").iterdir())
+    flip(segments[at], 10)
+    done = call("receipts", published.root, "--json", *options)
+    assert done.code == 1
+    assert _values(done.out)[-1]["error"]["where"] == f"receipts/{segments[at].name}"
+
+
+def test_a_part_that_begins_with_the_first_update_is_checked_from_the_plan_on(call, published):
+    done = call("receipts", published.root, "--last", "30")
+    assert done.code == 0
+    assert "not looked at" not in done.out
+
+
 def test_a_run_without_updates(call, tmp_path, make_run):
     make_run(tmp_path / "new").open_attempt()
     assert call("receipts", tmp_path / "new", "--json").out == ""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 from published import BLOCK, HEADER_BYTES, flip
 
@@ -18,6 +21,7 @@ def test_a_whole_run(call, published):
         "g2-a1 (update 20): whole",
         "g3-a2 (update 30): whole",
         "receipts: the chain is whole",
+        "datasets: as the generations were trained on",
     ]
 
 
@@ -129,3 +133,200 @@ def test_a_run_without_generations(call, tmp_path, make_run):
 
 def test_all_with_a_generation_is_misuse(call, published):
     assert call("verify", f"{published.root}@g1", "--all").code == 2
+
+
+# --- what lies in a file's place ------------------------------------------------------------------
+
+
+def put_directory(path):
+    path.mkdir()
+
+
+def put_pipe(path):
+    os.mkfifo(path)
+
+
+def put_link(path):
+    moved = path.parents[3] / f"moved-{path.name}"
+    moved.write_bytes(b"the same bytes elsewhere")
+    path.symlink_to(moved)
+
+
+ODD = [
+    (put_directory, "no_file", "a directory"),
+    (put_pipe, "no_file", "a named pipe"),
+    (put_link, "no_file", "a symbolic link"),
+]
+
+
+def replaced(path, put):
+    path.unlink()
+    put(path)
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+@pytest.mark.parametrize("options", [[], ["--quick"]])
+def test_what_is_no_shard_is_damage_of_its_generation_alone(
+    call, published, put, kind, words, options
+):
+    path = shard(published, "g1-a1", 1, 2)
+    replaced(path, put)
+    done = call("verify", published.root, "--all", "--json", *options)
+    assert done.code == 1
+    whole = {g["generation"]: g["whole"] for g in done.json["generations"]}
+    assert whole == {"g1-a1": False, "g2-a1": True, "g3-a2": True}
+    (damage,) = done.json["generations"][0]["damages"]
+    assert (damage["type"], damage["details"]["kind"]) == ("ShardDamaged", kind)
+    assert damage["what"] == f"the shard of rank 1 is no file: there is {words}"
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_manifest_is_called_what_it_is(call, published, put, kind, words):
+    replaced(published.root / "generations/g2-a1/manifest.json", put)
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    (damage,) = done.json["generations"][1]["damages"]
+    assert (damage["type"], damage["details"]["kind"]) == ("ManifestDamaged", kind)
+    assert damage["what"] == f"the manifest is no file: there is {words}"
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_receipt_is_called_what_it_is(call, published, put, kind, words):
+    segment = min((published.root / "receipts").iterdir())
+    replaced(segment, put)
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    (damage,) = done.json["generations"][0]["damages"]
+    assert damage["what"].endswith(f"are in no file: there is {words}")
+    assert done.json["receipts"]["what"] == f"the segment is no file: there is {words}"
+    assert done.json["generations"][2]["whole"] is True
+
+
+@pytest.mark.parametrize(("put", "kind", "words"), ODD)
+def test_what_is_no_record_is_called_what_it_is_even_at_the_end(call, published, put, kind, words):
+    record = max((published.root / "log").iterdir())
+    replaced(record, put)
+    done = call("verify", published.root, "--json")
+    assert done.code == 1
+    assert done.json["error"]["type"] == "LogDamaged"
+    assert words in done.json["error"]["what"]
+
+
+@pytest.mark.parametrize("names", ["shard", "manifest", "receipts"])
+def test_what_may_not_be_read_is_told_and_the_rest_goes_on(call, published, monkeypatch, names):
+    paths = {
+        "shard": shard(published, "g2-a1", 0, 2),
+        "manifest": published.root / "generations/g2-a1/manifest.json",
+        "receipts": sorted((published.root / "receipts").iterdir())[1],
+    }
+    closed = paths[names]
+    above, real = closed.parent.stat(), os.open
+
+    def refusing(path, flags, *rest, **options):
+        in_it = "dir_fd" in options and os.path.samestat(above, os.fstat(options["dir_fd"]))
+        if path == closed.name and in_it:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return real(path, flags, *rest, **options)
+
+    monkeypatch.setattr(os, "open", refusing)  # chmod does not keep root out
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    whole = {g["generation"]: g["whole"] for g in done.json["generations"]}
+    assert whole == {"g1-a1": True, "g2-a1": False, "g3-a2": True}
+    (damage,) = done.json["generations"][1]["damages"]
+    assert damage["details"]["kind"] == "refused"
+    assert damage["where"] == str(closed)
+    assert damage["what"] == "it cannot be read: permission denied"
+    assert "right to read" in damage["remedy"]
+    assert (done.json["receipts"] is None) == (names != "receipts")
+
+
+def test_what_to_do_differs_between_the_latest_and_older_ones(call, published):
+    for generation, ranks in (("g1-a1", 2), ("g3-a2", 3)):
+        shard(published, generation, 0, ranks).unlink()
+    done = call("verify", published.root, "--all", "--json")
+    old, _, latest = done.json["generations"]
+    assert "let the generation go" in old["damages"][0]["remedy"]
+    assert "fall_back" not in old["damages"][0]["remedy"]
+    assert (
+        "'fall_back', the default, goes on from the newest whole"
+        in (latest["damages"][0]["remedy"])
+    )
+
+
+# --- beside the generations -----------------------------------------------------------------------
+
+
+def dataset_of(published):
+    (path,) = (published.root / "datasets").iterdir()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("harm", "kind"),
+    [
+        (lambda path: path.unlink(), "missing"),
+        (lambda path: replaced(path, put_pipe), "no_file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "content"),
+        (lambda path: path.write_bytes(path.read_bytes() + b" "), "content"),
+        (lambda path: path.write_bytes(b"{}"), "content"),
+        (lambda path: path.write_bytes(path.read_bytes().replace(b"999", b"998")), "digest"),
+        (lambda path: path.rename(path.with_name(f"blake3-{'0' * 64}.json")), "digest"),
+    ],
+)
+def test_all_checks_the_manifest_of_the_data(call, published, harm, kind):
+    harm(dataset_of(published))
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 1
+    assert done.json["whole"] is False
+    assert all(generation["whole"] for generation in done.json["generations"])
+    assert done.json["datasets"][0]["details"]["kind"] == kind
+    plain = call("verify", published.root, "--all")
+    assert plain.code == 1
+    assert "datasets: datasets/blake3-" in plain.out
+
+
+def put(published, path: str, data: bytes = b"12345"):
+    place = published.root / path
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("path", "sort"),
+    [
+        ("generations/g4-a1/shard-00000-of-00002.safetensors", "leftover"),
+        ("generations/g2-a2/manifest.json", "leftover"),
+        ("receipts/000000000021-000000000030-g9-a1.jsonl", "leftover"),
+        ("generations/g4-a3/shard-00000-of-00002.safetensors", "unknown"),
+        ("generations/g4-a3/manifest.json", "unknown"),
+        ("receipts/000000000031-000000000040-g4-a3.jsonl", "unknown"),
+        ("receipts/000000000001-000000000011-g1-a1.jsonl", "unknown"),
+        ("log/00000000000000000000.json", "unknown"),
+        ("notes.txt", "foreign"),
+        ("log/00000000000000000003.json.bak", "foreign"),
+        ("generations/copy-of-g1/manifest.json", "foreign"),
+        ("generations/g4-a1/notes.txt", "foreign"),
+        ("datasets/x.json", "foreign"),
+    ],
+)
+def test_all_names_what_no_record_leads_to(call, published, path, sort):
+    put(published, path)
+    code = 1 if sort == "unknown" else 0
+    done = call("verify", published.root, "--all", "--json")
+    assert done.json["extra"] == [{"path": path, "size": 5, "sort": sort}]
+    assert (done.code, done.json["whole"]) == (code, not code)
+    plain = call("verify", published.root, "--all")
+    assert plain.code == code
+    assert path in plain.out
+    assert ("`prune` collects it" in plain.out) == (sort == "leftover")
+
+
+def test_what_a_running_save_has_written_is_nothing_extra(call, published):
+    put(published, "generations/g4-a2/shard-00000-of-00002.safetensors")
+    put(published, "receipts/000000000031-000000000040-g4-a2.jsonl")
+    put(published, f"holds/g3-a2-{'0' * 32}.json")
+    put(published, f"probe/{'0' * 32}")
+    published.log.refresh_hint(published.log.read())
+    done = call("verify", published.root, "--all", "--json")
+    assert (done.code, done.json["extra"]) == (0, [])

@@ -259,10 +259,10 @@ def test_the_command_ends_with_2_for_a_missing_column(tmp_path: Path) -> None:
     assert_one_error(done, 2, "'y'", str(path), "What to do: ")
 
 
-def test_the_command_ends_with_1_for_a_root_that_cannot_be(tiny_data: Path, tmp_path: Path) -> None:
+def test_the_command_ends_with_2_for_a_root_that_cannot_be(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a file")
     done = run_command(tmp_path, tiny.values(tmp_path / "file" / "run", tiny_data))
-    assert_one_error(done, 1, str(tmp_path / "file"), "What to do: ")
+    assert_one_error(done, 2, str(tmp_path / "file"), "What to do: ")
 
 
 def test_a_task_that_raises_on_one_rank_ends_the_run_at_once(

@@ -84,7 +84,8 @@ def test_every_kind_of_damage_is_on_the_page() -> None:
     ) + Path(DOCUMENT.parent.parent, "coherent_ray/commit/verdicts.py").read_text("utf-8")
     kinds = set(re.findall(r'"kind": "(\w+)"', source))
     kinds |= set(re.findall(r'manifest_damaged\(publish, "(\w+)"', source))
-    assert kinds >= {"missing", "size", "digest", "foreign", "extra", "receipts"}
+    kinds |= set(re.findall(r'return "(\w+)", f?"is ', source))
+    assert kinds >= {"missing", "no_file", "size", "digest", "foreign", "extra", "receipts"}
     text = DOCUMENT.read_text(encoding="utf-8")
     for kind in kinds | {"block", "unreadable"}:
         assert f"`{kind}`" in text

@@ -1,12 +1,13 @@
 """No path leads out of the root, and nothing odd under it is mistaken for a file."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from coherent_ray.errors import AlreadyExists, NotFound, StorageError
+from coherent_ray.errors import AlreadyExists, NotAFile, StorageError
 from coherent_ray.storage import LocalStorage
 
 
@@ -87,9 +88,51 @@ def test_a_root_that_is_a_file_is_an_error_that_says_so(tmp_path: Path) -> None:
         assert caught.value.details["errno"] == "ENOTDIR"
 
 
-def test_what_is_no_file_is_not_found_and_never_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
+NO_FILES: dict[str, Callable[[Path], object]] = {
+    "a directory": lambda path: path.mkdir(),
+    "a named pipe": lambda path: os.mkfifo(path),
+    "a symbolic link": lambda path: path.symlink_to("/dev/null"),
+    "a socket": lambda path: socket.socket(socket.AF_UNIX).bind(str(path)),
+}
+
+
+@pytest.mark.parametrize("found", NO_FILES)
+def test_what_is_no_file_is_called_what_it_is_and_never_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: str
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path must be short
+    NO_FILES[found](Path("odd"))
     storage = LocalStorage(tmp_path)
-    with pytest.raises(NotFound):
-        storage.read("pipe")
-    assert list(storage.list()) == []
+    opened: list[object] = []
+    real = os.open
+
+    def watched(path: str, *args: int, **options: int) -> int:
+        opened.append(path)
+        return real(path, *args, **options)
+
+    monkeypatch.setattr(os, "open", watched)
+    target = memoryview(bytearray(4))
+    verbs: list[Callable[[], object]] = [
+        lambda: storage.read("odd"),
+        lambda: storage.size("odd"),
+        lambda: storage.read_into("odd", 0, target),
+        lambda: storage.written_at("odd"),
+    ]
+    for verb in verbs[:3]:
+        with pytest.raises(NotAFile) as caught:
+            verb()
+        assert caught.value.what == f"{found} lies here, and no file"
+        assert caught.value.details["found"] == found
+        assert caught.value.where == str(tmp_path / "odd")
+    assert verbs[3]() is None
+    assert "odd" not in opened
+    assert [entry.path for entry in storage.list()] == []
+
+
+def test_a_pipe_that_is_put_there_after_the_look_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "odd")
+    monkeypatch.setattr("coherent_ray.storage.local.refuse_no_file", lambda *_: None)
+    with pytest.raises(NotAFile, match="a named pipe lies here"):
+        LocalStorage(tmp_path).read("odd")

@@ -21,7 +21,6 @@ from coherent_ray.errors import (
     DataError,
     LogDamaged,
     NoGeneration,
-    StorageError,
     TaskError,
     WrongRun,
 )
@@ -146,10 +145,13 @@ def test_data_that_cannot_be_prepared(tmp_path: Path) -> None:
     assert "data.prepare.factory" in error.where
 
 
-def test_a_root_that_cannot_be_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("root", ["file", "file/run"])
+def test_a_root_that_is_a_file_or_below_one(tmp_path: Path, root: str) -> None:
     (tmp_path / "file").write_text("in the way")
-    error = refused(StorageError, tmp_path, run__root=str(tmp_path / "file" / "run"))
-    assert str(tmp_path / "file") in error.where
+    error = refused(ConfigError, tmp_path, run__root=str(tmp_path / root))
+    assert error.where == str(tmp_path / root)
+    assert "a root is a directory" in error.what
+    assert "ove it away" not in error.remedy
 
 
 def test_a_root_of_another_run(tmp_path: Path) -> None:
