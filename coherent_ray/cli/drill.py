@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,7 +66,9 @@ def drill(
     scratch = _scratch(root)
     try:
         plan = Drill(settings, scratch, scenarios, address, kills, seed)
-        result = carry_out(plan, lambda text: click.echo(text, err=True))
+        # Ray writes of deaths wherever it likes; what the command answers stands alone.
+        with contextlib.redirect_stdout(sys.stderr):
+            result = carry_out(plan, lambda text: click.echo(text, err=True))
     except BaseException:
         if not keep:
             _remove(scratch)

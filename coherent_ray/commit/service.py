@@ -153,11 +153,14 @@ class Service:
         self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
         self._handle(AckReceived(ack, number))
         try:
-            return await future
+            fate = await future
         except asyncio.CancelledError:
             if not self._closed:
                 raise
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
+        if fate.kind == "fenced":
+            logger.warning("rank %d is too late with %s: %s", ack.rank, fate.name, fate.reason)
+        return fate
 
     async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
         """Take a rank's word that it will never acknowledge a generation."""

@@ -28,8 +28,8 @@ Deed = Callable[["Scene", Injection, Held], str]
 
 #: Seconds that an old process has, once it goes on, to be told that its attempt is over.
 LATE_S = 60.0
-#: Words of the coordinator's answer to an attempt that is over.
-OVER = "is over"
+#: Before what the coordinator has written of a late rank.
+LATE_WORD = "the coordinator wrote: "
 
 
 def kill(scene: Scene, injection: Injection, held: Held) -> str:
@@ -80,6 +80,9 @@ def remove(scene: Scene, injection: Injection, held: Held) -> str:
 
 def freeze(scene: Scene, injection: Injection, held: Held) -> str:
     """Stop the node of who is held: its raylet and the worker; bring another."""
+    scene.late = held
+    _, coordinator = victims.coordinator_of(scene.run_id)
+    scene.coordinator = coordinator.pid
     # The raylet goes on last: the worker then speaks while Ray still counts its node as lost.
     scene.freeze(Victim(held.pid, held.node))
     scene.freeze(Victim(scene.ground.raylet(held.node), held.node), wakes_last=True)
@@ -95,8 +98,6 @@ def fill(scene: Scene, injection: Injection, held: Held) -> str:
 
 def free(scene: Scene, injection: Injection, held: Held) -> str:
     """Make room again."""
-    failed = scene.failed_saves()
-    scene.say(failed[-1] if failed else "no save had failed by then")
     return scene.disk.free()
 
 
@@ -130,13 +131,14 @@ def part(scene: Scene, injection: Injection, held: Held) -> str:
 
 
 def _late_answer(scene: Scene) -> str:
-    """Wait until the coordinator has told a late rank that its attempt is over."""
-    until = time.monotonic() + LATE_S
+    """Wait until the coordinator has told the late rank, in its log, that its attempt is over."""
+    late, until = scene.late, time.monotonic() + LATE_S
+    words = f"rank {late.rank} is too late" if late else "nobody is late"
     while time.monotonic() < until:
-        error = scene.last_error()
-        if error and OVER in error:
-            scene.wake_last()
-            return f"the coordinator answered a late rank: {error}"
+        for line in (scene.ground.said(scene.coordinator) or "").splitlines():
+            if words in line:
+                scene.wake_last()
+                return f"{LATE_WORD}{line}"
         time.sleep(0.1)
     scene.wake_last()
     return "no late rank was heard"

@@ -63,8 +63,12 @@ class Scene:
         """Ray's hex id of its job."""
         self.coordinator = 0
         """Process id of a coordinator whose last words count."""
+        self.late: Held | None = None
+        """Who was frozen in the middle of a save."""
         self.error: CoherentRayError | None = None
         """What the struck command ended with; None: it completed the run."""
+        self.failed_saves: list[str] = []
+        """Of the whole run: which, and why."""
         self.last_words = ""
         """What the coordinator above has written."""
         self._stage = stage
@@ -91,7 +95,13 @@ class Scene:
         """
         self._begun = time.monotonic()
         try:
-            self.require_complete(Supervisor(self.config, self._listen, command=DRIVER).run())
+            outcome = Supervisor(self.config, self._listen, command=DRIVER).run()
+            self.require_complete(outcome)
+            self.failed_saves = [
+                f"{save['name']} at update {save['update']}: {save['reason']}"
+                for save in outcome.facts["saves"]
+                if save["fate"] != "published"
+            ]
         except CoherentRayError as error:
             if type(error).__name__ != ends:
                 raise
@@ -152,21 +162,6 @@ class Scene:
         progress = self._status.get("progress") or {}
         attempt = progress.get("attempt") or self._status.get("attempt") or 0
         return int(attempt), int(progress.get("update") or 0)
-
-    def last_error(self) -> str | None:
-        """Ask the coordinator what went wrong last."""
-        handle = coordinators.find(self.run_id)
-        if handle is None:
-            return None
-        with contextlib.suppress(ClusterError):
-            error = coordinators.answer(handle.status.remote(), 5.0)["last_error"]
-            return None if error is None else str(error)
-        return None
-
-    def failed_saves(self) -> list[str]:
-        """Return the reasons of the saves that failed so far, in order."""
-        saves = (self._status.get("progress") or {}).get("saves", [])
-        return [f"{save['name']}: {save['reason']}" for save in saves if save["fate"] == "failed"]
 
     # --- what is done -----------------------------------------------------------------------------
 

@@ -11,13 +11,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from coherent_ray.commit.generations import Generations
+from coherent_ray.drill.acts import LATE_WORD
 from coherent_ray.drill.injections import Injected
 from coherent_ray.drill.replay import history_of
 from coherent_ray.drill.scenarios import Scenario
 from coherent_ray.drill.scene import Scene
 from coherent_ray.errors import CoherentRayError
 from coherent_ray.state import state_digest
-from coherent_ray.storage import Storage, StorageOptions, open_storage
+from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.train.receipts import Receipt, first_difference
 
 
@@ -191,13 +192,13 @@ def _own(scene: Scene, scenario: Scenario) -> Iterator[Promise]:
     """Yield what only some scenarios promise."""
     acts = {seen.injection.act for seen in scene.done}
     if "free" in acts:
-        failed = [seen.says for seen in scene.done if seen.injection.act == "free"]
-        kept = all(": " in text and "no save had" not in text for text in failed)
-        yield Promise("full saves fail with a reason", kept, "; ".join(failed))
-        yield Promise("saves work again", _published_after_failure(scene.storage, scene), "")
+        failed = scene.failed_saves
+        kept = bool(failed) and all("space" in text for text in failed)
+        yield Promise("saves fail while it is full, and say so", kept, "; ".join(failed))
+        yield Promise("the next save works", _published_after(scene))
     if "freeze" in acts:
         told = [seen.says for seen in scene.done if seen.injection.act == "go on"]
-        kept = any("answered a late rank" in text for text in told)
+        kept = any(LATE_WORD in text for text in told)
         yield Promise("the late rank is fenced", kept, "; ".join(told))
     if scenario.ends is not None:
         error = scene.error
@@ -207,6 +208,10 @@ def _own(scene: Scene, scenario: Scenario) -> Iterator[Promise]:
         yield Promise("the old coordinator says so in its log", bool(said), "; ".join(said))
 
 
-def _published_after_failure(storage: Storage, scene: Scene) -> bool:
+def _published_after(scene: Scene) -> bool:
+    """Whether the first generation that is due once there is room again was published."""
     freed = next(seen.update for seen in scene.done if seen.injection.act == "free")
-    return any(publish.update > freed for publish in Generations(storage).history().publishes)
+    every = scene.config.checkpoint.every_updates
+    due = freed - freed % every + every
+    publishes = Generations(scene.storage).history().publishes
+    return any(publish.update == due for publish in publishes)
