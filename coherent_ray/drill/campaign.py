@@ -119,6 +119,7 @@ def drill(plan: Drill, tell: Tell) -> Result:
             if reference is None:
                 tell("reference: a run that nothing strikes")
                 reference = _reference(plan, place, result)
+                course_of(plan.config, len(reference.history), plan.kills, plan.seed)
             for scenario in todo:
                 tell(f"{scenario.name}: begins")
                 begun = time.monotonic()
