@@ -1,4 +1,4 @@
-"""``drill`` at the command line: what it refuses, answers and leaves behind; the drill is a double."""
+"""``drill`` at the command line: what it refuses, answers and leaves; the drill is a double."""
 
 from __future__ import annotations
 

@@ -6,12 +6,14 @@ take minutes and start clusters of their own: ``pytest -m campaign tests/cluster
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +72,8 @@ def test_strikes_on_a_given_cluster(ray_cluster: str, configuration: Path, tmp_p
     assert (killed["point"], killed["target"], killed["selected"]) == (
         "shard:half-written", "worker", "g1-a1",
     )  # fmt: skip
-    assert killed["lost"] == tiny.EVERY
+    # Training goes on behind a save: it may have been some updates further.
+    assert killed["lost"] == killed["update"] - tiny.EVERY >= tiny.EVERY
     assert killed["next_update_s"] > 0
     assert (worker["attempts"], coordinator["attempts"]) == (2, 1)
 
@@ -124,10 +127,12 @@ def test_a_zombie_s_late_shard_and_acknowledgement(configuration: Path, tmp_path
 
 @pytest.mark.campaign
 def test_ctrl_c_leaves_nothing_running(configuration: Path, tmp_path: Path) -> None:
-    root = tmp_path / "drills"
+    """Where a worker is stopped by SIGSTOP at that moment, and others wait for it."""
+    root, mark = tmp_path / "drills", uuid.uuid4().hex
     process = subprocess.Popen(
         command(configuration, root, "--scenario", "hang"),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "DRILL_MARK": mark},
     )  # fmt: skip
     try:
         until = time.monotonic() + LIMIT_S
@@ -141,16 +146,18 @@ def test_ctrl_c_leaves_nothing_running(configuration: Path, tmp_path: Path) -> N
         process.kill()
     assert process.returncode == 1, out
     assert list(root.iterdir()) == []
-    left = [pid for pid in map(int, pids()) if session_of(pid) == process.pid]
-    assert left == []
+    # Ray's processes take some seconds to see that their cluster is gone.
+    until = time.monotonic() + 30.0
+    while left := marked(mark):
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
 
 
-def pids() -> list[str]:
-    return [path.name for path in Path("/proc").iterdir() if path.name.isdigit()]
-
-
-def session_of(pid: int) -> int:
-    try:
-        return os.getsid(pid)
-    except ProcessLookupError:
-        return 0
+def marked(mark: str) -> list[str]:
+    """The command lines of all processes that have a word in their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
