@@ -28,6 +28,8 @@ Deed = Callable[["Scene", Injection, Held], str]
 
 #: Seconds that an old process has, once it goes on, to be told that its attempt is over.
 LATE_S = 60.0
+#: Seconds that a cluster is without its head's service.
+HEADLESS_S = 3.0
 #: Before what the coordinator has written of a late rank.
 LATE_WORD = "the coordinator wrote: "
 
@@ -130,6 +132,14 @@ def part(scene: Scene, injection: Injection, held: Held) -> str:
     return names
 
 
+def restart(scene: Scene, injection: Injection, held: Held) -> str:
+    """Kill the head's service, leave the cluster without one for a while, and start another."""
+    pid = scene.ground.kill_head_service()
+    time.sleep(HEADLESS_S)
+    scene.ground.start_head_service()
+    return f"pid {pid}"
+
+
 def _late_answer(scene: Scene) -> str:
     """Wait until the coordinator has told the late rank, in its log, that its attempt is over."""
     late, until = scene.late, time.monotonic() + LATE_S
@@ -146,5 +156,5 @@ def _late_answer(scene: Scene) -> str:
 
 DEEDS: dict[str, Deed] = {
     "kill": kill, "stop": stop, "go on": go_on, "remove": remove, "freeze": freeze,
-    "fill": fill, "free": free, "flip": flip, "part": part,
+    "fill": fill, "free": free, "flip": flip, "part": part, "restart": restart,
 }  # fmt: skip

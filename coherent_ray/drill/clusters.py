@@ -59,6 +59,14 @@ class Ground:
         """Add a node for one worker; raises as `remove` does. For the main thread."""
         raise _not_ours("a new one")
 
+    def kill_head_service(self) -> int:
+        """Kill the cluster's head service (GCS), and return its process id; raises as `remove`."""
+        raise _not_ours("the head")
+
+    def start_head_service(self) -> None:
+        """Start it again, from what it has stored; raises as `remove`."""
+        raise _not_ours("the head")
+
     def said(self, pid: int) -> str | None:
         """Return what a worker process or an actor has written, or None: it cannot be read."""
         return None
@@ -83,7 +91,15 @@ class OwnGround(Ground):
             "object_store_memory": OBJECT_STORE_BYTES,
             "temp_dir": str(self._place),
             "include_dashboard": False,
-            "_system_config": HEALTH,
+            "_system_config": {
+                **HEALTH,
+                # What Ray keeps of actors and nodes outlives its head service.
+                **(
+                    {"gcs_storage": "rocksdb", "gcs_storage_path": str(self._place / "gcs")}
+                    if apart
+                    else {}
+                ),
+            },
         }
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._apart = apart
@@ -103,6 +119,17 @@ class OwnGround(Ground):
     def add(self) -> None:
         """See `Ground.add`."""
         self._cluster.add_node(num_cpus=1, object_store_memory=OBJECT_STORE_BYTES)
+
+    def kill_head_service(self) -> int:
+        """See `Ground.kill_head_service`."""
+        head = self._cluster.head_node
+        pid = int(head.all_processes["gcs_server"][0].process.pid)
+        head.kill_gcs_server()
+        return pid
+
+    def start_head_service(self) -> None:
+        """See `Ground.start_head_service`."""
+        self._cluster.head_node.start_gcs_server()
 
     def said(self, pid: int) -> str | None:
         """See `Ground.said`."""

@@ -7,8 +7,12 @@ from typing import Any, Literal
 
 from coherent_ray.drill.stage import Hold
 
-Target = Literal["worker", "coordinator", "controller", "driver", "node", "storage", "shard", "run"]
-Act = Literal["kill", "stop", "go on", "remove", "freeze", "fill", "free", "flip", "part"]
+Target = Literal[
+    "worker", "coordinator", "controller", "driver", "node", "storage", "shard", "run", "head"
+]
+Act = Literal[
+    "kill", "stop", "go on", "remove", "freeze", "fill", "free", "flip", "part", "restart"
+]
 """
 | act | what is done |
 |---|---|
@@ -20,6 +24,7 @@ Act = Literal["kill", "stop", "go on", "remove", "freeze", "fill", "free", "flip
 | fill | the storage has no room any more |
 | free | it has room again |
 | flip | one byte of a shard of the newest generation, and SIGKILL of the worker |
+| restart | SIGKILL of the cluster's head service; another starts some seconds later |
 | part | SIGSTOP of all processes of the run; the same command in another Ray; then SIGCONT |
 """
 

@@ -176,6 +176,20 @@ class NodeFrozen(Scenario):
         ]
 
 
+class Head(Scenario):
+    """The head's service (GCS) is killed between two generations, and started again.
+
+    It stores what it knows (Ray's RocksDB), so actors keep their names. Workers train on without
+    it, and nobody is restarted: one attempt.
+    """
+
+    name, apart, own = "head", True, True
+
+    def plan(self, course: Course) -> list[Injection]:
+        """See `Scenario.plan`."""
+        return [Injection(Hold("restart", "update", course.between(2), 0), "head", "restart")]
+
+
 class StorageFull(Scenario):
     """The storage is full from after the first generation until after the third is due.
 
@@ -303,7 +317,7 @@ SCENARIOS: dict[str, Scenario] = {
     kind.name: kind()
     for kind in (
         WorkerMidShard, CoordinatorBeforePublish, CoordinatorAfterPublish, Controller, Driver,
-        Node, NodeFrozen, StorageFull, BitFlip, Hang, HangCoordinator, Partition, Storm,
+        Node, NodeFrozen, Head, StorageFull, BitFlip, Hang, HangCoordinator, Partition, Storm,
     )
 }  # fmt: skip
 
