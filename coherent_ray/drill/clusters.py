@@ -82,8 +82,12 @@ class OwnGround(Ground):
             workers: Training workers that must find room.
             apart: Each on a node of its own, none on the head node.
         """
+        from ray._private.utils import get_ray_address_file
         from ray.cluster_utils import Cluster
 
+        # Ray writes there which cluster ``auto`` means; after the drill it means what it meant.
+        self._note = Path(get_ray_address_file(None))
+        self._noted = self._note.read_text() if self._note.exists() else None
         # Unix sockets have short names, so the directory must have one too.
         self._place = Path(tempfile.mkdtemp(prefix="cr"))
         head: dict[str, Any] = {
@@ -140,6 +144,10 @@ class OwnGround(Ground):
         """End every process of it and remove its files."""
         with contextlib.suppress(AssertionError):  # Ray's word for a process that took longer
             self._cluster.shutdown()
+        if self._noted is not None:
+            self._note.write_text(self._noted)
+        else:
+            self._note.unlink(missing_ok=True)
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _found(self, node: str) -> Any:

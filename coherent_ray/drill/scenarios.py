@@ -183,7 +183,7 @@ class Head(Scenario):
     it, and nobody is restarted: one attempt.
     """
 
-    name, apart, own = "head", True, True
+    name, apart, own, attempts = "head", True, True, 1
 
     def plan(self, course: Course) -> list[Injection]:
         """See `Scenario.plan`."""
