@@ -123,7 +123,7 @@ def drill(plan: Drill, tell: Tell) -> Result:
             for scenario in todo:
                 tell(f"{scenario.name}: begins")
                 begun = time.monotonic()
-                verdict = _verdict(plan, place, scenario, reference)
+                verdict = _verdict(plan, place, scenario, reference, tell)
                 result.verdicts.append(verdict)
                 word = "all promises kept" if verdict.good else "BROKEN"
                 tell(f"{scenario.name}: {word}, {time.monotonic() - begun:.0f} s")
@@ -147,17 +147,19 @@ def _reference(plan: Drill, place: Ground, result: Result) -> Ended:
     return found
 
 
-def _verdict(plan: Drill, place: Ground, scenario: Scenario, reference: Ended) -> Verdict:
+def _verdict(
+    plan: Drill, place: Ground, scenario: Scenario, reference: Ended, tell: Tell
+) -> Verdict:
     """Drill one scenario; a run that does not reach its end is a verdict too."""
     try:
-        return _drill(plan, place, scenario, reference)
+        return _drill(plan, place, scenario, reference, tell)
     except Interrupted:
         raise
     except CoherentRayError as error:
         return broken(scenario.name, error)
 
 
-def _drill(plan: Drill, place: Ground, scenario: Scenario, reference: Ended) -> Verdict:
+def _drill(plan: Drill, place: Ground, scenario: Scenario, reference: Ended, tell: Tell) -> Verdict:
     config = _drilled(plan, place, scenario.name, scenario)
     course = course_of(config, len(reference.history), plan.kills, plan.seed)
     injections = scenario.plan(course)
@@ -167,7 +169,7 @@ def _drill(plan: Drill, place: Ground, scenario: Scenario, reference: Ended) -> 
     if scenario.small_disk:
         disk = disk_for(config.run.root, reference.size, storage)
     try:
-        scene = Scene(config, place, stage, injections)
+        scene = Scene(config, place, stage, injections, tell)
         if disk is not None:
             scene.put_on(disk)
         seconds = scene.play(ends=scenario.ends)

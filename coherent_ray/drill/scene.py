@@ -11,7 +11,7 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from coherent_ray.commit.generations import Generations
@@ -41,7 +41,12 @@ class Scene:
     """A drilled run, from its first process to its last."""
 
     def __init__(
-        self, config: Config, ground: Ground, stage: Stage, injections: Sequence[Injection]
+        self,
+        config: Config,
+        ground: Ground,
+        stage: Stage,
+        injections: Sequence[Injection],
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         """Set the scene; nothing runs yet.
 
@@ -50,7 +55,9 @@ class Scene:
             ground: The cluster, that this process is connected to.
             stage: Armed with the injections' holds.
             injections: What is done to it.
+            tell: Gets a line for each thing that is done.
         """
+        self._tell = tell
         self.config = config
         self.ground = ground
         self.run_id = run_id_of(config)
@@ -188,6 +195,8 @@ class Scene:
             )
         )
         self._struck_at.append(struck_at)
+        what = f"{injection.act} {injection.target} ({victim})"
+        self._tell(f"  update {held.update}, at {held.point}: {what}")
         self._stage.release(held.name)
 
     def _selected(self) -> tuple[PublishBody | None, int]:
