@@ -123,15 +123,19 @@ class Scene:
             raise Interrupted("the drill was interrupted", remedy="start it again")
 
     def _clean_up(self) -> None:
-        self.thaw()
-        self.wake_last()
-        with contextlib.suppress(CoherentRayError):
-            self._stage.release_all()
+        self._let_go()
         if self.coordinator:
             self.last_words = self.ground.said(self.coordinator) or ""
         # Ray's job server would end the rest with the driver's job; the coordinator is detached.
         with contextlib.suppress(CoherentRayError):
             coordinators.stop(self.run_id, timeout_s=20.0)
+
+    def _let_go(self) -> None:
+        """Leave nobody stopped, held, or to be held."""
+        self.thaw()
+        self.wake_last()
+        with contextlib.suppress(CoherentRayError):
+            self._stage.release_all()
 
     # --- what is heard ----------------------------------------------------------------------------
 
@@ -146,7 +150,7 @@ class Scene:
                 self.notes.append(event.text)
                 if event.text.startswith("stopping:"):
                     self._ending = True
-                    self._stage.release_all()
+                    self._let_go()
         if event.kind == "progress" and not self._ending:
             for held in self._stage.reached():
                 self._strike(held)
