@@ -13,6 +13,9 @@ import click
 
 from coherent_ray.cli.output import Column, json_option, show_json, show_line, show_table
 from coherent_ray.cli.validate import config_argument, load_job, set_option
+from coherent_ray.config import Config
+from coherent_ray.errors import StorageError
+from coherent_ray.storage import open_storage
 
 if TYPE_CHECKING:
     from coherent_ray.drill.campaign import Result
@@ -71,11 +74,11 @@ def drill(
             result = carry_out(plan, lambda text: click.echo(text, err=True))
     except BaseException:
         if not keep:
-            _remove(scratch)
+            _remove(scratch, settings)
         raise
     kept = keep or not result.good
     if not kept:
-        _remove(scratch)
+        _remove(scratch, settings)
     if as_json:
         show_json({**result.as_json(), "root": scratch if kept else None})
     else:
@@ -97,9 +100,15 @@ def _scratch(root: str | None) -> str:
     return tempfile.mkdtemp(prefix="drill-", dir=below)
 
 
-def _remove(scratch: str) -> None:
+def _remove(scratch: str, settings: Config) -> None:
+    """Take away the runs; nothing else lies in this place."""
     if "://" not in scratch:
         shutil.rmtree(scratch, ignore_errors=True)
+        return
+    storage = open_storage(scratch, settings.storage.options)
+    with contextlib.suppress(StorageError):  # it is litter, not a verdict
+        for entry in list(storage.list()):
+            storage.delete(entry.path)
 
 
 def _show(result: Result) -> None:

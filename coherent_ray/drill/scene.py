@@ -14,6 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ray.exceptions import RayError
+
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody
@@ -183,7 +185,13 @@ class Scene:
         struck_at = time.monotonic()
         if injection.let_go:
             self._stage.release(held.name)
-        victim = DEEDS[injection.act](self, injection, held)
+        try:
+            victim = DEEDS[injection.act](self, injection, held)
+        except (RayError, OSError) as error:
+            raise ClusterError(
+                f"the strike could not be carried out: {type(error).__name__}: {error}",
+                where=f"{injection.act} {injection.target}, at {held.point}",
+            ) from error
         publish, damages = self._selected()
         self.done.append(
             Injected(

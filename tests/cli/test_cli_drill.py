@@ -108,3 +108,18 @@ def test_a_claim_without_bits_cannot_be_drilled(call, configuration):
     done = call("drill", configuration(), "--set", "run.claim=statistical")
     assert done.code == 2
     assert "compares bits" in done.err
+
+
+def test_runs_in_an_object_store_are_taken_away_too(call, drilled, configuration, s3, monkeypatch):
+    monkeypatch.setattr(campaign, "drill", lambda plan, tell: left_there(plan, s3))
+    s3.write("other/file", b"x")
+    words = ["--set", f"storage.endpoint={s3.endpoint}", "--set", "storage.allow_http=true"]
+    done = call("drill", configuration(), "--root", "s3://bucket/scratch", *words)
+    assert done.code == 0, done.err
+    assert s3.keys("scratch") == set()
+    assert s3.keys("other") == {"file"}
+
+
+def left_there(plan: Drill, s3) -> Result:
+    s3.write(f"{plan.root.removeprefix('s3://bucket/')}/reference/log/1.json", b"x")
+    return Result(plan.seed, {"updates": 12}, [verdict(kept=True)])
