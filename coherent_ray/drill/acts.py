@@ -48,6 +48,8 @@ def kill(scene: Scene, injection: Injection, held: Held) -> str:
             return str(victim)
         case _:
             victim = Victim(held.pid, held.node)
+            if injection.or_later and not victim.alive:
+                victim = victims.of_job(scene.job, "worker")[0]
     if not victim.send(signal.SIGKILL):
         raise ClusterError(f"the {injection.target} was gone before it could be killed: {victim}")
     return str(victim)

@@ -173,7 +173,7 @@ def _drill(plan: Drill, place: Ground, scenario: Scenario, reference: Ended, tel
         if disk is not None:
             scene.put_on(disk)
         seconds = scene.play(ends=scenario.ends)
-        verdict = judge(scene, scenario, stage.left, reference)
+        verdict = judge(scene, scenario, reference)
         return replace(verdict, seconds=seconds)
     finally:
         if disk is not None:

@@ -39,6 +39,9 @@ class Injection:
     act: Act = "kill"
     let_go: bool = False
     """Who is held goes on right before, so that it falls anywhere behind the point."""
+    or_later: bool = False
+    """Where another strike has ended who is held, it waits for a later attempt and takes another
+    process of its target; else it has found no moment."""
     selects: int | None = None
     """Update of the generation that readers must select right after; None: any that is whole."""
 

@@ -309,7 +309,8 @@ class Storm(Scenario):
             point = draw.choice(self.PUBLISH if at_publish else self.POINTS)
             rank = None if at_publish else draw.randrange(course.workers)
             hold = Hold(f"kill-{index + 1:03}", point, update, rank)
-            result.append(Injection(hold, target, let_go=draw.random() < 0.5))
+            let_go = draw.random() < 0.5
+            result.append(Injection(hold, target, let_go=let_go, or_later=True))
         return result
 
 

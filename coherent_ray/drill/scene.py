@@ -89,6 +89,12 @@ class Scene:
         self._begun = time.monotonic()
         self._struck_at: list[float] = []
         self._ending = False
+        self._waiting: list[Held] = []
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Holds whose strike found no moment."""
+        return (*self._stage.left, *(held.name for held in self._waiting))
 
     # --- life -------------------------------------------------------------------------------------
 
@@ -154,8 +160,19 @@ class Scene:
                     self._ending = True
                     self._let_go()
         if event.kind == "progress" and not self._ending:
-            for held in self._stage.reached():
-                self._strike(held)
+            waiting, self._waiting = self._waiting, []
+            for held in (*waiting, *self._stage.reached()):
+                if self._is_due(held):
+                    self._strike(held)
+                else:
+                    self._waiting.append(held)
+
+    def _is_due(self, held: Held) -> bool:
+        """Whether a strike can be carried out now: another one may have ended who is held."""
+        if not self._plan[held.name].or_later or Victim(held.pid, held.node).alive:
+            return True
+        progress = self._status.get("progress") or {}
+        return int(progress.get("attempt", 0)) > held.attempt
 
     def _note_progress(self, progress: dict[str, Any]) -> None:
         if "attempt" not in progress:

@@ -111,18 +111,17 @@ def ended(root: str, options: StorageOptions | None = None) -> Ended:
     )
 
 
-def judge(scene: Scene, scenario: Scenario, left: Sequence[str], reference: Ended) -> Verdict:
+def judge(scene: Scene, scenario: Scenario, reference: Ended) -> Verdict:
     """Return the verdict on a run that has ended.
 
     Args:
         scene: The run.
         scenario: What was done to it.
-        left: Holds that nobody reached.
         reference: The run that nothing struck.
     """
     config = scene.config
     found = ended(config.run.root, config.storage.options)
-    promises = [_moments(left), *_selections(scene.done), *_same(found, reference)]
+    promises = [_moments(scene.left), *_selections(scene.done), *_same(found, reference)]
     if scenario.attempts is not None:
         wanted = scenario.attempts
         promises.append(Promise("attempts", found.attempts == wanted, f"{found.attempts}"))

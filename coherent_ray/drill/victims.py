@@ -40,6 +40,13 @@ class Victim:
             return bool(_from_there(self, _send, int(number)))
         return _send(self.pid, int(number))
 
+    @property
+    def alive(self) -> bool:
+        """Whether there is such a process."""
+        if not _is_here(self.node):
+            return bool(_from_there(self, _send, 0))
+        return _send(self.pid, 0)
+
     def __str__(self) -> str:
         return f"pid {self.pid}"
 

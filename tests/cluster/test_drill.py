@@ -87,7 +87,8 @@ def test_strikes_on_a_given_cluster(ray_cluster: str, configuration: Path, tmp_p
     assert Generations(open_storage(str(lies / "worker-mid-shard"))).select() is not None
 
     assert not (tmp_path / "run").exists(), "the configuration's own run is not touched"
-    assert ray.get(ray.remote(num_cpus=0)(os.getpid).remote()) != os.getpid(), "the cluster lives"
+    asked = ray.remote(num_cpus=0)(lambda: os.getpid()).remote()
+    assert ray.get(asked) != os.getpid(), "the cluster lives"
 
 
 @pytest.mark.campaign
