@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,9 @@ from ray.exceptions import GetTimeoutError
 from small_run import config_for
 
 from coherent_ray.train import driver as driver_module
+from coherent_ray.train.actor import CoordinatorActor
 from coherent_ray.train.driver import HUNG_S, Driver
 from coherent_ray.train.events import Event
-
-STATUS: dict[str, Any] = {"progress": {}, "notes": [], "placement_group": None}
 
 
 class Cluster:
@@ -25,6 +25,8 @@ class Cluster:
         self.answers = True
         self.restarted: list[str] = []
         self.told: list[Event] = []
+        actor = CoordinatorActor("job", str(folder), ack_timeout_s=1.0, read_back=False)
+        self.status = asyncio.run(actor.status())
         self.driver = Driver(config_for(folder), self.told.append)
         handle = SimpleNamespace(status=SimpleNamespace(remote=lambda: None))
         patch.setattr(driver_module.coordinators, "find", lambda run_id: handle)
@@ -34,7 +36,7 @@ class Cluster:
 
     def _get(self, reference: Any, timeout: float) -> dict[str, Any]:
         if self.answers:
-            return STATUS
+            return self.status
         self.now += timeout
         raise GetTimeoutError("no answer")
 
