@@ -9,13 +9,20 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "benchmarks" / "results"
-DOCUMENTS = ("README.md", "docs/claims.md", "docs/formats.md", "docs/protocol.md")
+DOCUMENTS = (
+    "README.md",
+    "docs/claims.md",
+    "docs/formats.md",
+    "docs/operations.md",
+    "docs/protocol.md",
+)
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -119,6 +126,29 @@ def fuzz(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def storm(result: dict[str, Any]) -> str:
+    """Return a storm as a table: a row for each kind of process that was killed."""
+    (scenario,) = result["scenarios"]
+    strikes = scenario["injected"]
+    whole = "equal to" if result["good"] else "NOT equal to"
+    torn = scenario["torn_selected"] or "no"
+    lines = [
+        f"{len(strikes)} kills in one run of {scenario['updates']} updates on "
+        f"{result['reference']['workers']} workers ({result['storage']}): {scenario['attempts']} "
+        f"attempts, {scenario['lost_and_replayed']} updates lost and done again, {torn} torn "
+        f"generation selected, receipts and final state {whole} the run that nothing struck.",
+        "",
+        "| killed | times | seconds to the next update, median / longest |",
+        "|---|---|---|",
+    ]
+    for target in ("worker", "coordinator", "controller", "driver"):
+        own = [strike["next_update_s"] for strike in strikes if strike["target"] == target]
+        seconds = sorted(s for s in own if s is not None)
+        spread = f"{statistics.median(seconds):.1f} / {seconds[-1]:.1f}" if seconds else ""
+        lines.append(f"| {target} | {len(own)} | {spread} |")
+    return "\n".join(lines) + "\n"
+
+
 FIGURES = {
     "fuzz": fuzz,
     "replay": replay,
@@ -126,6 +156,8 @@ FIGURES = {
     "crash_states": crash_states,
     "model": model,
     "power_cuts": power_cuts,
+    "storm": storm,
+    "storm_s3": storm,
 }
 
 

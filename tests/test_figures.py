@@ -37,6 +37,21 @@ def test_a_typed_in_figure_is_found(render: ModuleType) -> None:
     assert render.rendered(text.replace(shown, "00000000")) == text
 
 
+def test_the_storm_on_record_is_fifty_kills_and_the_same_run() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "storm.json").read_text())
+    (scenario,) = result["scenarios"]
+    assert result["good"]
+    assert all(promise["kept"] for promise in scenario["promises"])
+    strikes = scenario["injected"]
+    assert (len(strikes), result["seed"], result["reference"]["workers"]) == (50, 1, 2)
+    assert {strike["target"] for strike in strikes} == {
+        "worker", "coordinator", "controller", "driver",
+    }  # fmt: skip
+    assert scenario["torn_selected"] == 0
+    for digest in ("receipts", "state"):
+        assert scenario[digest] == result["reference"][digest]
+
+
 def test_the_replay_campaign_on_record_is_whole_and_equal() -> None:
     result = json.loads((ROOT / "benchmarks" / "results" / "replay.json").read_text())
     runs = result["runs"]

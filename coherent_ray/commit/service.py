@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import time
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -51,6 +52,8 @@ CLOSE_WAIT_S = 10.0
 
 Result = TypeVar("Result")
 
+logger = logging.getLogger(__name__)
+
 
 class Service:
     """One run's coordinator, alive. All methods belong to one event loop.
@@ -69,6 +72,7 @@ class Service:
         open_root: Callable[[], Storage],
         *,
         retention: Policy | None = None,
+        hook: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
         """Remember the arguments; the log is read by the first call that needs it.
@@ -77,10 +81,13 @@ class Service:
             run_id: The run.
             open_root: Opens the run's root; may raise.
             retention: What to keep; None: nothing is ever pruned.
+            hook: Called in the storage's thread at ``publish:begin@UPDATE`` and
+                ``publish:end@UPDATE``; None: nobody listens.
             options: The machine's, see `Coordinator`.
         """
         self._run_id = run_id
         self._open_root = open_root
+        self._hook = hook
         self._options = options
         self.degraded: CoherentRayError | None = StorageError("the commit log is not read yet")
         self.generation: dict[str, Any] | None = None
@@ -146,11 +153,14 @@ class Service:
         self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
         self._handle(AckReceived(ack, number))
         try:
-            return await future
+            fate = await future
         except asyncio.CancelledError:
             if not self._closed:
                 raise
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
+        if fate.kind == "fenced":
+            logger.warning("rank %d is too late with %s: %s", ack.rank, fate.name, fate.reason)
+        return fate
 
     async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
         """Take a rank's word that it will never acknowledge a generation."""
@@ -255,7 +265,7 @@ class Service:
         while True:
             action = await self._todo.get()
             begun = time.monotonic()
-            event = await self._blocking(perform, action, self._storage, self._log)
+            event = await self._blocking(self._perform, action)
             if event is not None:
                 self._note(action, event, begun)
                 self._handle(event)
@@ -263,7 +273,19 @@ class Service:
                 read_back = bool(self._options.get("read_back"))
                 self.upkeep.published(event.key, self._storage, read_back=read_back)
             if isinstance(event, AppendFailed) and event.outcome == "fenced":
+                # Nobody may be left to hear the answers; the process's own log is.
+                logger.warning("fenced, and publishes nothing more: %s", event.reason)
                 await self._read_on()
+
+    def _perform(self, action: StorageAction) -> Event | None:
+        """Do one thing; a drill may strike before and after the one that counts."""
+        if self._hook is None or not isinstance(action, AppendPublish):
+            return perform(action, self._storage, self._log)
+        self._hook(f"publish:begin@{action.body.update}")
+        event = perform(action, self._storage, self._log)
+        if isinstance(event, PublishAppended):
+            self._hook(f"publish:end@{action.body.update}")
+        return event
 
     async def _blocking(self, function: Callable[..., Result], *arguments: Any) -> Result:
         async with self._io:

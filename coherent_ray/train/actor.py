@@ -20,6 +20,7 @@ from coherent_ray.commit.service import Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
+from coherent_ray.train import hooks
 from coherent_ray.train.whereabouts import Whereabouts
 
 Wish = Literal["none", "save", "stop"]
@@ -64,6 +65,7 @@ class CoordinatorActor:
             run_id,
             self._open_root,
             retention=Policy(keep, keep_every),
+            hook=hooks.installed(),
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
         )

@@ -47,6 +47,7 @@ def connect(
     keep_every: int | None = None,
     storage: dict[str, Any] | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
+    actor: type[CoordinatorActor] | None = None,
 ) -> Any:
     """Return a handle of the run's coordinator, started if there is none.
 
@@ -63,6 +64,7 @@ def connect(
         storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as the head
             node's environment says.
         timeout_s: Seconds to wait for the actor.
+        actor: The class to start it from where there is none; for drills.
 
     Raises:
         ClusterError: The actor did not start, or serves another root.
@@ -74,7 +76,8 @@ def connect(
         "keep_every": keep_every,
         "storage": dict(storage or {}),
     }
-    handle = _start(run_id, root, options)
+    actor = actor or CoordinatorActor
+    handle = _start(actor, run_id, root, options)
     facts = answer(handle.ping.remote(), timeout_s)
     if facts["root"] != root:
         raise ClusterError(
@@ -85,17 +88,18 @@ def connect(
         )
     if facts["options"] != options:
         stop(run_id, timeout_s=timeout_s)
-        handle = _start(run_id, root, options)
+        handle = _start(actor, run_id, root, options)
         answer(handle.ping.remote(), timeout_s)
     return handle
 
 
-def connect_for(config: Config, run_id: str) -> Any:
+def connect_for(config: Config, run_id: str, actor: type[CoordinatorActor] | None = None) -> Any:
     """Return a handle of a configuration's coordinator, started if there is none; see `connect`.
 
     Args:
         config: The run, its paths absolute.
         run_id: Its id.
+        actor: As `connect` takes it.
     """
     checkpoint = config.checkpoint
     return connect(
@@ -106,7 +110,18 @@ def connect_for(config: Config, run_id: str) -> Any:
         keep=checkpoint.keep,
         keep_every=checkpoint.keep_every,
         storage=asdict(config.storage.options),
+        actor=actor,
     )
+
+
+def restart(run_id: str) -> None:
+    """End the run's coordinator so that Ray starts it again; a call that waits is repeated there.
+
+    For one that hangs: Ray sees that a process dies, but not that it has stopped answering.
+    """
+    handle = find(run_id)
+    if handle is not None:
+        ray.kill(handle, no_restart=False)
 
 
 def find(run_id: str) -> Any | None:
@@ -173,8 +188,8 @@ def answer(reference: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
         raise
 
 
-def _start(run_id: str, root: str, options: dict[str, Any]) -> Any:
-    actor = ray.remote(CoordinatorActor).options(
+def _start(kind: type[CoordinatorActor], run_id: str, root: str, options: dict[str, Any]) -> Any:
+    actor = ray.remote(kind).options(
         name=name_of(run_id),
         namespace=NAMESPACE,
         lifetime="detached",

@@ -7,19 +7,20 @@ run goes on under a new one. What this process cannot survive (the head is gone 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.train import ControllerError, TrainingFailedError
 
 from coherent_ray import config as config_
@@ -28,8 +29,10 @@ from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
 from coherent_ray.storage import open_storage
 from coherent_ray.train import coordinators, deaths, events, ownership, preflight
+from coherent_ray.train.actor import CoordinatorActor
 from coherent_ray.train.events import Event
 from coherent_ray.train.local_ray import connected, logs_of
+from coherent_ray.train.loop import train
 from coherent_ray.train.ownership import Owner
 from coherent_ray.train.preflight import Preflight
 from coherent_ray.train.trainer import make_trainer, set_environment
@@ -42,6 +45,10 @@ ASK_AGAIN_S = 1.0
 RESTART = 75
 #: Seconds without any answer from Ray after which this driver gives up.
 SILENCE_S = 90.0
+#: Seconds that the coordinator may owe an answer before it counts as hung, and is started again.
+HUNG_S = 20.0
+#: Seconds that one question waits for its answer.
+_ANSWER_S = 5.0
 
 
 class StopNow(BaseException):
@@ -54,9 +61,15 @@ class StopNow(BaseException):
 class Driver:
     """One driver's life."""
 
+    #: What the workers run.
+    function: Callable[[dict[str, Any]], None] = staticmethod(train)
+    #: What its coordinator is made from; None: the product's own.
+    actor: type[CoordinatorActor] | None = None
+
     def __init__(self, config: Config, tell: Any) -> None:
         self._config = config
         self._tell = tell
+        self._unanswered_since: float | None = None
         self._stop_asked = threading.Event()
         self._asked_at = 0.0
         self._interruptible = False
@@ -103,7 +116,9 @@ class Driver:
             self._interruptible = False
             self.listen()  # again: Ray has just put a handler of its own there
             self._own(before.run_id)
-            self._tell(Event("started", facts={"address": address, **_facts(before)}))
+            job = ray.get_runtime_context().get_job_id()
+            own = {"address": address, "pid": os.getpid(), "job": job}
+            self._tell(Event("started", facts={**own, **_facts(before)}))
             try:
                 self._train(before)
             finally:
@@ -119,7 +134,7 @@ class Driver:
         me = ownership.this_driver()
         # First: a coordinator that has other options is replaced, but not under a living driver.
         ownership.take(run_id, me)
-        coordinators.connect_for(self._config, run_id)
+        coordinators.connect_for(self._config, run_id, self.actor)
         ownership.take(run_id, me)
         self._me = me
 
@@ -157,10 +172,10 @@ class Driver:
         Where somebody asks to stop and no worker trains, nothing is waited for. `fit` blocks, and
         in a main thread would take the signals: so it has a thread of its own.
         """
-        handle = coordinators.connect_for(self._config, run_id)
+        handle = coordinators.connect_for(self._config, run_id, self.actor)
         attempt = int(coordinators.answer(handle.ping.remote())["attempt"])
         self._watch = Watch(self._config.cluster, attempt)
-        trainer = make_trainer(self._config)
+        trainer = make_trainer(self._config, self.function)
         outcome: list[BaseException | None] = []
 
         def fit() -> None:
@@ -196,10 +211,14 @@ class Driver:
                 handle.request.remote("stop")
                 self._asked_at = time.monotonic()
             held = handle.hold.remote(asdict(self._me)) if self._me else None
-            status = ray.get(handle.status.remote(), timeout=5.0)
-            owner = ray.get(held, timeout=5.0)["owner"] if held else None
+            status = ray.get(handle.status.remote(), timeout=_ANSWER_S)
+            owner = ray.get(held, timeout=_ANSWER_S)["owner"] if held else None
+        except GetTimeoutError:
+            self._require_answer(run_id)
+            return False
         except (RayError, RuntimeError, ConnectionError, TimeoutError):
             return False
+        self._unanswered_since = None
         if self._me and owner and owner["job"] != self._me.job:
             self._me = None
             raise ownership.lost(run_id, Owner(**owner))
@@ -226,6 +245,23 @@ class Driver:
                 self._tell(Event("note", text))
         except (RayError, RuntimeError, ConnectionError):
             return  # Ray could not say what it has; the next look asks again
+
+    def _require_answer(self, run_id: str) -> None:
+        """Start a coordinator again that hangs: the ranks' saves would wait for it for ever.
+
+        It answers from an event loop that waits for no storage, so silence means that its process
+        is stopped or stuck. What it owed is asked again of the new one.
+        """
+        now = time.monotonic()
+        if self._unanswered_since is None:
+            self._unanswered_since = now - _ANSWER_S
+        if now - self._unanswered_since < HUNG_S:
+            return
+        self._unanswered_since = None
+        text = f"the coordinator has not answered for {HUNG_S:g} s; it is started again"
+        self._tell(Event("note", text))
+        with contextlib.suppress(RayError, RuntimeError, ConnectionError):
+            coordinators.restart(run_id)
 
     def _free_placement(self) -> None:
         """Give back what a dead controller held; nobody else does where there is no dashboard."""
@@ -294,7 +330,7 @@ def _given_up(error: TrainingFailedError, watch: Watch) -> TrainingFailed:
     )
 
 
-def main() -> int:
+def main(kind: type[Driver] = Driver) -> int:
     """Read the configuration from standard input and run; events go to the given descriptor."""
     values = config_.build(json.loads(sys.stdin.buffer.read()))
     pipe = int(sys.argv[1])
@@ -305,7 +341,7 @@ def main() -> int:
     def tell(event: Event) -> None:
         events.write(stream, event)
 
-    driver = Driver(values, tell)
+    driver = kind(values, tell)
     driver.listen()
     try:
         driver.run()

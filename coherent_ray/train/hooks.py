@@ -1,6 +1,15 @@
-"""Named points in a save at which a drill may strike. They cost one comparison when nobody listens.
+"""Named points at which a drill may strike. They cost one comparison when nobody listens.
 
-A hook is set for a whole worker process, by the drill, before the session begins.
+A hook is set for a whole process, worker or coordinator, by the drill, before the session or the
+actor begins. It may take as long as it likes: whoever reaches the point waits.
+
+| point | reached by | when |
+|---|---|---|
+| `update@N` | every rank | update N is done, its generation is not begun |
+| `save:begin`, `save:acknowledge` | every rank's writer | no shard yet; the shard is durable |
+| `shard:begun`, `shard:half-written` | every rank's writer | as they say |
+| `shard:unsynced`, `shard:written` | every rank's writer | as they say |
+| `publish:begin@N`, `publish:end@N` | coordinator | before, after the record that publishes N |
 """
 
 from __future__ import annotations
@@ -23,7 +32,7 @@ def installed() -> Hook | None:
     return _installed
 
 
-def reach(hook: Hook | None, point: str) -> None:
-    """Say that a point is reached."""
+def reach(hook: Hook | None, point: str, update: int | None = None) -> None:
+    """Say that a point is reached, of an update where one is given."""
     if hook is not None:
-        hook(point)
+        hook(point if update is None else f"{point}@{update}")

@@ -47,6 +47,7 @@ from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP, Line
+from coherent_ray.train.hooks import reach
 from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
@@ -194,6 +195,7 @@ class Session:
         """Take in a finished update: receipt, progress, and a generation where one is due."""
         number = update.number
         self.beacon.at(number, "save")
+        reach(self._hook, "update", number)
         self.position = self.plan.after(number)
         self.stopped = bool(wishes & WISH_STOP)
         ended = self.stopped or number == self.updates_total
@@ -224,13 +226,8 @@ class Session:
             self._collate,
             prefetch=self.config.data.prefetch,
         )
-        saver = Saver(
-            admitted.storage,
-            self.rank,
-            self.config.checkpoint,
-            self._line,
-            hooks.installed(),
-        )
+        self._hook = hooks.installed()
+        saver = Saver(admitted.storage, self.rank, self.config.checkpoint, self._line, self._hook)
         self.boundaries = Boundaries(admitted, saver, self.chain)
         self.progress = Progress(
             self._line, admitted.attempt, self.rank, self.updates_total, self.position.update

@@ -309,3 +309,51 @@ def test_closing_answers_all_who_wait_and_all_who_come(storage: MemoryStorage) -
 
     live(play)
     assert not check_published_is_whole(storage).publishes
+
+
+def test_points_before_and_after_the_record_that_counts(storage: MemoryStorage) -> None:
+    """Reached in the storage's thread: who waits there keeps the record from being written."""
+    heard: list[tuple[str, int]] = []
+
+    def hook(point: str) -> None:
+        heard.append((point, len(CommitLog(storage).read().publishes)))
+
+    async def play() -> None:
+        service = Service(RUN, lambda: storage, hook=hook)
+        await service.open_attempt("first")
+        await asyncio.gather(*(service.acknowledge(word) for word in words(0, 1, 2)))
+
+    live(play)
+    assert heard == [("publish:begin@10", 0), ("publish:end@10", 1)]
+
+
+def test_a_publish_that_was_refused_has_no_end(storage: MemoryStorage) -> None:
+    heard: list[str] = []
+    faulty = FaultyStorage(storage, [Fault("refuse", verb="create", path="log/", at=2, times=9)])
+
+    async def play() -> list[Fate]:
+        service = Service(RUN, lambda: faulty, hook=heard.append)
+        await service.open_attempt("first")
+        return await asyncio.gather(*(service.acknowledge(word) for word in words(0, 1, 2)))
+
+    assert {fate.kind for fate in live(play)} == {"failed"}
+    assert heard
+    assert set(heard) == {"publish:begin@10"}
+
+
+def test_who_is_fenced_says_so_in_the_log_of_its_process(
+    storage: MemoryStorage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A coordinator that was cut off may have nobody left to tell."""
+
+    async def play() -> None:
+        old = service_of(storage)
+        await old.open_attempt("first")
+        await service_of(storage).open_attempt("second")
+        await asyncio.gather(*(old.acknowledge(word) for word in words(0, 1, 2)))
+
+    live(play)
+    said = [record.getMessage() for record in caplog.records]
+    assert "fenced, and publishes nothing more: attempt 1 is over: attempt 2 has opened" in said
+    late = [text for text in said if "is too late with g1-a1: attempt 1 is over" in text]
+    assert sorted(text[:6] for text in late) == ["rank 0", "rank 1", "rank 2"]

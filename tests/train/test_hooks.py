@@ -29,6 +29,13 @@ def test_who_is_installed_hears_every_point_in_order() -> None:
     assert heard == ["save:begin", "shard:begun", "save:acknowledge"]
 
 
+def test_a_point_of_an_update_names_it() -> None:
+    heard: list[str] = []
+    hooks.reach(heard.append, "update", 12)
+    hooks.reach(heard.append, "update", 0)
+    assert heard == ["update@12", "update@0"]
+
+
 def test_the_last_one_installed_is_the_only_one() -> None:
     first: list[str] = []
     second: list[str] = []

@@ -296,6 +296,7 @@ def test_an_installed_hook_is_told_of_every_point(tmp_path: Path) -> None:
         hooks.install(points.append)
         run_loop(config, coordinator)
     assert points == [
+        "update@1",
         "save:begin",
         "shard:begun",
         "shard:half-written",

@@ -1,0 +1,164 @@
+"""`coherent-ray drill` on real Ray, as a user types it: every promise of every scenario is kept.
+
+Two scenarios run with all tests, on the session's own cluster, which must survive them. The others
+take minutes and start clusters of their own: ``pytest -m campaign tests/cluster/test_drill.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import tiny
+import yaml
+
+from coherent_ray.commit.generations import Generations
+from coherent_ray.drill.scenarios import SCENARIOS
+from coherent_ray.storage import open_storage
+
+LIMIT_S = 280
+UPDATES = 20
+QUICK = ("worker-mid-shard", "coordinator-before-publish")
+
+
+@pytest.fixture
+def configuration(tiny_data: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(tiny.values(tmp_path / "run", tiny_data)))
+    return path
+
+
+def command(configuration: Path, root: Path, *more: str) -> list[str]:
+    program = [sys.executable, "-m", "coherent_ray", "drill", str(configuration)]
+    return [*program, "--root", str(root), "--set", f"training.updates={UPDATES}", *more]
+
+
+def drilled(configuration: Path, root: Path, *more: str) -> dict[str, Any]:
+    done = subprocess.run(
+        command(configuration, root, "--json", *more),
+        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    result = json.loads(done.stdout)
+    broken = [
+        f"{scenario['scenario']}: {promise['name']}: {promise['says']}"
+        for scenario in result.get("scenarios", [])
+        for promise in scenario["promises"]
+        if not promise["kept"]
+    ]
+    assert broken == []
+    assert done.returncode == 0, done.stderr
+    return result
+
+
+def test_strikes_on_a_given_cluster(ray_cluster: str, configuration: Path, tmp_path: Path) -> None:
+    root = tmp_path / "drills"
+    words = [word for name in QUICK for word in ("--scenario", name)]
+    result = drilled(configuration, root, "--address", ray_cluster, "--keep", *words)
+    worker, coordinator = result["scenarios"]
+    assert (worker["scenario"], coordinator["scenario"]) == QUICK
+
+    (killed,) = worker["injected"]
+    assert (killed["point"], killed["target"], killed["selected"]) == (
+        "shard:half-written", "worker", "g1-a1",
+    )  # fmt: skip
+    # Training goes on behind a save: it may have been some updates further.
+    assert killed["lost"] == killed["update"] - tiny.EVERY >= tiny.EVERY
+    assert killed["next_update_s"] > 0
+    assert (worker["attempts"], coordinator["attempts"]) == (2, 1)
+
+    # The verdict is not taken on trust: the runs are there, and are one history.
+    lies = Path(result["root"])
+    histories = [tiny.history(lies / name) for name in ("reference", *QUICK)]
+    assert histories[0] == histories[1] == histories[2]
+    assert len(histories[0]) == UPDATES
+    # The struck worker's half of a shard is there, and nothing of it was ever published.
+    assert "g2-a1" not in tiny.published(lies / "worker-mid-shard")
+    assert Generations(open_storage(str(lies / "worker-mid-shard"))).select() is not None
+
+    assert not (tmp_path / "run").exists(), "the configuration's own run is not touched"
+    asked = ray.remote(num_cpus=0)(lambda: os.getpid()).remote()
+    assert ray.get(asked) != os.getpid(), "the cluster lives"
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in QUICK])
+def test_every_scenario_on_a_cluster_of_the_drill_s_own(
+    name: str, configuration: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "drills"
+    result = drilled(configuration, root, "--scenario", name, "--kills", "4")
+    (scenario,) = result["scenarios"]
+    assert scenario["injected"]
+    assert scenario["torn_selected"] == 0
+    assert list(root.iterdir()) == [], "what went well is removed"
+
+
+@pytest.mark.campaign
+def test_two_live_coordinators_on_one_root(configuration: Path, tmp_path: Path) -> None:
+    """All of a run is stopped, the same command completes it elsewhere, and the old ones go on."""
+    result = drilled(configuration, tmp_path / "drills", "--scenario", "partition")
+    promises = {p["name"]: p["says"] for p in result["scenarios"][0]["promises"]}
+    assert "attempt 1 is over: attempt 2 has opened" in promises["the old command ends with Fenced"]
+    said = promises["the old coordinator says so in its log"]
+    assert "fenced, and publishes nothing more" in said
+
+
+@pytest.mark.campaign
+def test_a_zombie_s_late_shard_and_acknowledgement(configuration: Path, tmp_path: Path) -> None:
+    """A frozen node's worker goes on when its group has long been replaced."""
+    result = drilled(configuration, tmp_path / "drills", "--scenario", "node-frozen", "--keep")
+    promises = {p["name"]: p["says"] for p in result["scenarios"][0]["promises"]}
+    assert "rank 1 is too late with g2-a1" in promises["the late rank is fenced"]
+    root = Path(result["root"]) / "node-frozen"
+    # It wrote its shard to the end, and no generation is made of it.
+    assert (root / "generations" / "g2-a1" / "shard-00001-of-00002.safetensors").exists()
+    assert "g2-a1" not in tiny.published(root)
+
+
+@pytest.mark.campaign
+def test_ctrl_c_leaves_nothing_running(configuration: Path, tmp_path: Path) -> None:
+    """Where a worker is stopped by SIGSTOP at that moment, and others wait for it."""
+    root, mark = tmp_path / "drills", uuid.uuid4().hex
+    process = subprocess.Popen(
+        command(configuration, root, "--scenario", "hang"),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "DRILL_MARK": mark},
+    )  # fmt: skip
+    try:
+        until = time.monotonic() + LIMIT_S
+        while not list(root.glob("*/hang.stage/held/stop")):
+            assert process.poll() is None, process.communicate()[0]
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 1, out
+    assert list(root.iterdir()) == []
+    # Ray's processes take some seconds to see that their cluster is gone.
+    until = time.monotonic() + 30.0
+    while left := marked(mark):
+        assert time.monotonic() < until, left
+        time.sleep(0.2)
+
+
+def marked(mark: str) -> list[str]:
+    """The command lines of all processes that have a word in their environment."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return found
