@@ -67,7 +67,7 @@ class Lines(Display):
 
     def started(self, facts: dict[str, Any]) -> None:
         """Say what begins, or goes on."""
-        click.echo(begins(facts), err=True)
+        click.echo(f"{begins(facts)}; workers are starting", err=True)
 
     def progress(self, facts: dict[str, Any]) -> None:
         """Say how far it is, where that is news."""
@@ -153,11 +153,15 @@ def begins(facts: dict[str, Any]) -> str:
     )
 
 
+def _about(save: dict[str, Any]) -> str:
+    # It is older than the numbers beside it: a save is published behind the training.
+    return f" of update {save['update']:,} (stall {save['stall_s'] * 1000:.1f} ms)"
+
+
 def numbers(facts: dict[str, Any]) -> str:
     """Return loss, speed, and the last published generation with its stall."""
     parts = [f"loss {facts['loss']:.4f}", f"{facts['examples_per_s']:,.0f} examples/s"]
     if generation := facts.get("generation"):
         save = next((s for s in facts.get("saves", []) if s["name"] == generation), None)
-        stall = f" (stall {save['stall_s'] * 1000:.1f} ms)" if save else ""
-        parts.append(f"{generation}{stall}")
+        parts.append(f"{generation}{_about(save)}" if save else str(generation))
     return "  ".join(parts)

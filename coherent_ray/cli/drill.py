@@ -56,7 +56,7 @@ def drill(
     keep: bool,
     as_json: bool,
 ) -> int:
-    """Run CONFIG while things fail on purpose, and compare with a run that nothing strikes.
+    """Run CONFIG while things fail on purpose, and judge the run.
 
     Each scenario is a whole run under a scratch root. CONFIG's own run is not touched. Exit code 1:
     a promise was broken, or a strike found no moment; the runs are then kept.

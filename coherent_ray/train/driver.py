@@ -112,6 +112,8 @@ class Driver:
             self._finished(before, stopped=False)
             return
         set_environment(config.cluster)
+        where = config.cluster.address
+        self._tell(Event("note", f"connecting to Ray at {where}" if where else "starting Ray"))
         with connected(config.cluster) as address:
             self._interruptible = False
             self.listen()  # again: Ray has just put a handler of its own there

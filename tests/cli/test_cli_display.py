@@ -23,15 +23,16 @@ def progress(update: int, **facts) -> Event:
 
 
 def test_how_a_run_begins():
-    assert begins(STARTED) == "run job: resumes at g4-a1, update 40 of 120"
+    assert begins(STARTED) == "run job: resumes at g4-a1, update 40 of 120; workers are starting"
     assert begins(STARTED | {"latest": None}) == "run job: 120 updates, from the beginning"
 
 
 def test_numbers():
     facts = progress(1).facts["progress"]
     assert numbers(facts) == "loss 3.2500  1,234 examples/s"
-    saves = [{"name": "g1-a1", "stall_s": 0.0021}]
-    assert numbers(facts | {"generation": "g1-a1", "saves": saves}).endswith("g1-a1 (stall 2.1 ms)")
+    saves = [{"name": "g1-a1", "update": 1_010, "stall_s": 0.0021}]
+    shown = numbers(facts | {"generation": "g1-a1", "saves": saves})
+    assert shown.endswith("g1-a1 of update 1,010 (stall 2.1 ms)")
     # The generation that was resumed from was not saved here.
     assert numbers(facts | {"generation": "g9-a1", "saves": saves}).endswith("g9-a1")
 
