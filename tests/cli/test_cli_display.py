@@ -23,7 +23,7 @@ def progress(update: int, **facts) -> Event:
 
 
 def test_how_a_run_begins():
-    assert begins(STARTED) == "run job: resumes at g4-a1, update 40 of 120; workers are starting"
+    assert begins(STARTED) == "run job: resumes at g4-a1, update 40 of 120"
     assert begins(STARTED | {"latest": None}) == "run job: 120 updates, from the beginning"
 
 
@@ -47,7 +47,7 @@ def test_lines_tell_each_generation_and_else_keep_quiet(capsys):
         shown(progress(update, generation=generation))
         shown(progress(update, generation=generation))
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0] == begins(STARTED)
+    assert lines[0] == f"{begins(STARTED)}; workers are starting"
     assert [line.split()[1] for line in lines[1:]] == ["41", "50", "60"]
 
 
