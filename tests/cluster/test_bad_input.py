@@ -179,8 +179,8 @@ def test_the_nearest_column_is_named(tmp_path: Path) -> None:
 def test_a_file_where_the_root_should_be(tiny_data: Path, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file")
     error = refused(tiny.configured(tmp_path / "run", tiny_data))
-    assert isinstance(error, StorageError)
-    assert error.exit_code == 1
+    assert isinstance(error, ConfigError)
+    assert error.exit_code == 2
     assert str(tmp_path / "run") in error.where
     assert (tmp_path / "run").read_text() == "a file"
 
