@@ -25,7 +25,7 @@ from test_refusals import assert_nothing_is_held
 from coherent_ray import config as config_
 from coherent_ray.commit.generations import Generations
 from coherent_ray.config import Config
-from coherent_ray.errors import CoherentRayError, DataError, StorageError, TaskError
+from coherent_ray.errors import CoherentRayError, ConfigError, DataError, StorageError, TaskError
 from coherent_ray.storage import open_storage
 from coherent_ray.train.driver import Driver
 from coherent_ray.train.events import Event

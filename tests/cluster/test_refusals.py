@@ -23,6 +23,7 @@ from coherent_ray.errors import ClaimRefused, ClusterError
 from coherent_ray.storage import open_storage
 from coherent_ray.train import coordinators
 from coherent_ray.train import trainer as trainer_module
+from coherent_ray.train.code import NO_CODE
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.receipts import first_difference
 from coherent_ray.train.trainer import make_trainer
@@ -69,7 +70,10 @@ def test_a_refusal_ends_fit_and_leaves_nothing_behind(
     def train(values: dict[str, Any]) -> None:
         entered.touch()
 
-    ended = tiny.error_of(make_trainer(config, train))
+    trainer = make_trainer(config, train)
+    # The source of this function is not what the run was trained with; here, that is not the point.
+    trainer.backend_config.code = NO_CODE
+    ended = tiny.error_of(trainer)
     coordinators.stop(run_id_of(config))
 
     assert isinstance(ended, ControllerError)
