@@ -160,7 +160,7 @@ def test_the_torch_config_has_the_fields_that_are_set() -> None:
     rays = {f.name for f in fields(ray.train.torch.TorchConfig)}
     assert "timeout_s" in rays, moved("TorchConfig.timeout_s", "train/backend.py, torch_config")
     ours = {f.name for f in fields(backend.AdmissionConfig)} - rays
-    assert ours == {"run", "code_path"}, "a field of AdmissionConfig hides one of Ray's"
+    assert ours == {"run", "code_path", "code"}, "a field of AdmissionConfig hides one of Ray's"
 
 
 def test_the_process_group_begins_in_on_start() -> None:

@@ -23,7 +23,7 @@ def asked_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     """Return the options with which a worker group of this configuration asks for it."""
     seen: dict[str, Any] = {}
 
-    def connect(run_id: str, root: str, **options: Any) -> None:
+    def connect(run_id: str, root: str, *, actor: object = None, **options: Any) -> None:
         seen.update(options)
         raise Asked
 

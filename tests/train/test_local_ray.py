@@ -71,7 +71,7 @@ def test_it_claims_the_cpus_that_its_workers_need(
 
 def test_it_has_the_other_resources_that_its_workers_need(calls: Calls) -> None:
     resources = {"CPU": 1.0, "GPU": 1.0, "disk": 0.5, "slot": 2.0}
-    with connected(Cluster(workers=4, resources_per_worker=resources)):
+    with connected(Cluster(workers=4, use_gpu=True, resources_per_worker=resources)):
         # GPUs are counted by Ray itself.
         assert calls.started[0]["resources"] == {"disk": 2.0, "slot": 8.0}
 

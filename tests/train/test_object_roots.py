@@ -164,7 +164,7 @@ def test_a_coordinator_with_other_options_is_replaced(monkeypatch: pytest.Monkey
     stopped: list[str] = []
     options = asdict(StorageOptions(retries=3))
 
-    def start(run_id: str, root: str, options: dict[str, Any]) -> Any:
+    def start(run_id: str, root: str, options: dict[str, Any], *_: object) -> Any:
         started.append(options)
         return SimpleNamespace(ping=SimpleNamespace(remote=lambda: options))
 

@@ -232,7 +232,7 @@ def test_failures_in_a_row_are_survived_up_to_the_limit(line: ScriptedLine) -> N
     assert type(error) is SaveFailed
     assert "the last one because because of failed" in error.what
     assert error.where == "generation g6-a1"
-    assert "resumes at its latest generation" in error.remedy
+    assert "what is published is untouched" in error.remedy
     assert error.details == {"why": "failed"}
 
 

@@ -436,7 +436,7 @@ def test_too_many_failed_saves_end_the_run(config: Config) -> None:
     ):
         train(run, good)
     assert "no space left" in caught.value.what
-    assert "resumes at its latest generation" in caught.value.remedy
+    assert "what is published is untouched" in caught.value.remedy
     # Generations 2, 3 and 4 failed; the last of them is looked at when the fifth is due.
     assert (Left(config).generations, run.position.update) == (["g1-a1"], 5)
 
