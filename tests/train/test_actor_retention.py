@@ -11,7 +11,7 @@ from small_run import config_for
 
 from coherent_ray.config import Config
 from coherent_ray.storage import LocalStorage
-from coherent_ray.train import backend, coordinators
+from coherent_ray.train import backend, coordinators, ownership
 from coherent_ray.train.actor import CoordinatorActor
 
 
@@ -28,6 +28,7 @@ def asked_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
         raise Asked
 
     monkeypatch.setattr(coordinators, "connect", connect)
+    monkeypatch.setattr(ownership, "require_no_other", lambda run_id: None)
     with pytest.raises(Asked):
         backend.admit_group(None, backend.torch_config(config))
     return seen

@@ -20,7 +20,7 @@ from coherent_ray.config import Config
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions
 from coherent_ray.storage.object_store import ObjectStorage
-from coherent_ray.train import backend, coordinators, outcome, preflight, trainer
+from coherent_ray.train import backend, coordinators, outcome, ownership, preflight, trainer
 from coherent_ray.train.actor import CoordinatorActor
 from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
 
@@ -164,7 +164,7 @@ def test_a_coordinator_with_other_options_is_replaced(monkeypatch: pytest.Monkey
     stopped: list[str] = []
     options = asdict(StorageOptions(retries=3))
 
-    def start(run_id: str, root: str, options: dict[str, Any], *_: object) -> Any:
+    def start(actor: object, run_id: str, root: str, options: dict[str, Any]) -> Any:
         started.append(options)
         return SimpleNamespace(ping=SimpleNamespace(remote=lambda: options))
 
@@ -194,6 +194,7 @@ def test_the_gate_hands_the_options_on(
         raise Enough
 
     monkeypatch.setattr(coordinators, "connect", connect)
+    monkeypatch.setattr(ownership, "require_no_other", lambda run_id: None)
     with pytest.raises(Enough):
         backend.admit_group(None, backend.torch_config(config))
     assert told["root"] == f"s3://{BUCKET}/{prefix}"
