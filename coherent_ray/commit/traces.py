@@ -19,8 +19,6 @@ from coherent_ray.storage.bounded import read_bounded
 
 #: Where files lie that only a run with a log can have made.
 _MADE_LATER = ("generations", "receipts", "holds")
-#: What may lie in a root before its log does.
-_MADE_BEFORE = {"dataset", "probe", "ray", "hint"}
 #: A longer hint is not read, and hints nothing.
 _HINT_BYTES = 64 * 2**10
 
@@ -89,7 +87,7 @@ def log_gone(storage: Storage) -> LogDamaged | None:
         entry.path
         for directory in _MADE_LATER
         for entry in storage.list(directory)
-        if (item := item_of(entry.path)) and item.kind not in _MADE_BEFORE
+        if item_of(entry.path) is not None
     ]
     if not left and not read_hint(storage).get("run_id"):
         return None

@@ -68,7 +68,8 @@ def check(config: Config) -> Preflight:
     look_in(str(Path.cwd()), config.task.folder or "")
     storage = open_storage(config.run.root, config.storage.options)
     run_id = run_id_of(config)
-    probe(storage, thorough=not CommitLog(storage).read().records)
+    log = CommitLog(storage)
+    probe(storage, thorough=not log.read().records)
     load_task(config.task.factory, config.task.args)
     if config.data.prepare is not None:
         call_factory(config.data.prepare.factory, config.data.prepare.args, "data.prepare.factory")
@@ -76,7 +77,7 @@ def check(config: Config) -> Preflight:
     datasets.keep(storage, dataset)
     plan = Plan(datasets.identity_of(config, dataset))
     updates = total_updates(config, plan.updates_per_epoch)
-    found = resumable.find(storage, CommitLog(storage), config.checkpoint.on_damage, updates)
+    found = resumable.find(storage, log, config.checkpoint.on_damage, updates)
     return Preflight(
         run_id=run_id,
         updates=updates,

@@ -41,7 +41,7 @@ def find(storage: Storage, log: CommitLog, on_damage: str, updates: int) -> Resu
 
     Args:
         storage: The run's root.
-        log: Its commit log.
+        log: Its commit log; what this view has read and checked is not read again.
         on_damage: ``checkpoint.on_damage``: go on from the one before, or ``refuse``.
         updates: Updates of the whole run; a generation that holds them all is read in full.
 
@@ -51,7 +51,7 @@ def find(storage: Storage, log: CommitLog, on_damage: str, updates: int) -> Resu
         LogDamaged: The log cannot be trusted.
         StorageError: The storage could not be asked.
     """
-    history = log.read()
+    history = log.read_on()
     if not history.publishes:
         return Resumable(None, ())
     generations = Generations(storage, log)
