@@ -278,6 +278,14 @@ class Cluster(Section):
     health_check_interval_s: Annotated[float, Field(ge=0.05, le=3600)] = 0.2
     """Seconds between Ray's looks at the workers: decides how fast a death is seen."""
 
+    @property
+    def needs(self) -> dict[str, float]:
+        """All that the workers ask of Ray, by its names for resources."""
+        each = dict(self.resources_per_worker)
+        if self.use_gpu:
+            each.setdefault("GPU", 1.0)
+        return {name: amount * self.workers for name, amount in each.items() if amount > 0}
+
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield settings of a local cluster that is not started, and GPUs that nobody uses."""
         if self.address is not None and self.num_cpus is not None:

@@ -45,10 +45,11 @@ class Place:
         if next(iter(storage.list("log")), None) is None:
             if damage := log_gone(storage):
                 raise damage
+            remedy = "name the run's directory, or the configuration file that it was run with"
+            if "@" in self.root.rpartition("/")[2]:
+                remedy += f"; to name a generation, write {FORMS}"
             raise NotARun(
-                "no run lies here: there is no commit log",
-                where=storage.uri,
-                remedy="name the run's directory, or the configuration file that it was run with",
+                "no run lies here: there is no commit log", where=storage.uri, remedy=remedy
             )
         return storage
 

@@ -117,14 +117,14 @@ def _first_line(error: Exception) -> str:
 
 def _start(cluster: Cluster) -> None:
     """Start a local cluster that claims the CPUs, and other resources, that its workers need."""
-    per_worker = dict(cluster.resources_per_worker)
-    needed = math.ceil(per_worker.pop("CPU", 1.0) * cluster.workers)
-    per_worker.pop("GPU", None)
+    needs = cluster.needs
+    cpus = math.ceil(needs.pop("CPU", 0.0))
+    needs.pop("GPU", None)  # Ray counts these itself
     ray.init(
         # One of its own, even where another Ray runs on this machine, or RAY_ADDRESS names one.
         address="local",
-        num_cpus=cluster.num_cpus or max(needed, os.cpu_count() or 1),
-        resources={name: amount * cluster.workers for name, amount in per_worker.items()},
+        num_cpus=cluster.num_cpus or max(cpus, os.cpu_count() or 1),
+        resources=needs,
         include_dashboard=False,
         log_to_driver=False,
         logging_level=logging.WARNING,

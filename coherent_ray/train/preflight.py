@@ -129,9 +129,7 @@ def check_resources(config: Config) -> None:
     cluster = config.cluster
     if cluster.address is not None:
         return
-    need = {name: each * cluster.workers for name, each in cluster.resources_per_worker.items()}
-    if cluster.use_gpu:
-        need.setdefault("GPU", float(cluster.workers))
+    need = cluster.needs
     have = {"GPU": float(torch.cuda.device_count()), "memory": 0.0, "object_store_memory": 0.0}
     if cluster.num_cpus is not None:
         have["CPU"] = float(cluster.num_cpus)

@@ -102,7 +102,7 @@ class Watch:
             return
         there = self._resources()
         has, free = there.all, there.free
-        wants = wanted(self._cluster)
+        wants = self._cluster.needs
         short = any(has.get(name, 0.0) < amount for name, amount in wants.items())
         if not short and (waited_s < HELD_S or not there.asked_for):
             self._waits_s = max(self._waits_s, min(HELD_S, waited_s + 1.0))
@@ -147,11 +147,3 @@ def rays_resources() -> Resources:
     groups = placement_group_table().values()
     pending = any(group["state"] in {"PENDING", "PREPARED"} for group in groups)
     return Resources(ray.cluster_resources(), ray.available_resources(), pending)
-
-
-def wanted(cluster: Cluster) -> dict[str, float]:
-    """Return all that a run's workers ask of the cluster, by Ray's names."""
-    each = dict(cluster.resources_per_worker)
-    if cluster.use_gpu:
-        each.setdefault("GPU", 1.0)
-    return {name: amount * cluster.workers for name, amount in each.items() if amount > 0}

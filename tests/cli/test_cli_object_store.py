@@ -69,6 +69,9 @@ def test_a_bucket_without_a_run(call, s3: S3Server, by_environment: None) -> Non
     done = call("ls", f"s3://{BUCKET}/nothing")
     assert done.code == 2
     assert f"s3://{BUCKET}/nothing: no run lies here" in done.err
+    # An address may end in anything, so what was meant for a generation is told too.
+    assert "RUN@g12" in call("ls", f"s3://{BUCKET}/nothing@G3").err
+    assert "RUN@g12" not in done.err
 
 
 def test_a_store_that_is_not_there_is_one_clear_error(call, configuration) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from coherent_ray.config import Cluster
-from coherent_ray.train.watch import Resources, Watch, wanted
+from coherent_ray.train.watch import Resources, Watch
 
 
 class Scene:
@@ -48,7 +48,7 @@ def test_workers_that_merely_start_are_no_lack_of_resources() -> None:
 
 def test_all_resources_are_asked_for() -> None:
     cluster = Cluster(workers=2, use_gpu=True, resources_per_worker={"CPU": 2.0, "disk": 0.5})
-    assert wanted(cluster) == {"CPU": 4.0, "disk": 1.0, "GPU": 2.0}
+    assert cluster.needs == {"CPU": 4.0, "disk": 1.0, "GPU": 2.0}
 
 
 def test_a_death_is_said_once_and_then_nothing_trains() -> None:
