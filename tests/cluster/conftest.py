@@ -34,6 +34,8 @@ ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    # Ray's workers stand back for other processes; here these are tests too.
+    "RAY_worker_niceness": "0",
     # Workers, actors and drivers import what tests put beside themselves.
     "PYTHONPATH": os.pathsep.join(
         filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
