@@ -20,11 +20,11 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 pytest_plugins = ["stores"]
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
-        place = item.path.relative_to(here) if here in item.path.parents else item.path
-        on_ray = item.get_closest_marker("cluster") is not None
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else str(place)))
+        if on_ray := here / "cluster" in item.path.parents:
+            item.add_marker(pytest.mark.cluster)
+        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)

@@ -45,13 +45,6 @@ ENVIRONMENT = {
 os.environ.update(ENVIRONMENT)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
-    for item in items:
-        if here in item.path.parents:
-            item.add_marker(pytest.mark.cluster)
-
-
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[str]:
     """A running Ray that this process is connected to; gives its address."""
