@@ -16,4 +16,4 @@ check mypy
 # Where it cannot be installed it says so, and the tests of Azure are skipped.
 bash scripts/azurite.sh || true
 # Two processes: one has the tests on Ray, which mostly wait, and the other all else (conftest.py).
-check pytest -n 2 --dist loadgroup --no-loadscope-reorder "$@"
+check pytest -n 2 "$@"

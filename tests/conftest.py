@@ -6,6 +6,7 @@ together, so that what they share is made once.
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -22,9 +23,21 @@ pytest_plugins = ["stores"]
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
+    here = Path(__file__).parent / "cluster"
     for item in items:
-        if on_ray := here / "cluster" in item.path.parents:
+        if here in item.path.parents:
             item.add_marker(pytest.mark.cluster)
-        item.add_marker(pytest.mark.xdist_group("ray" if on_ray else item.path.stem))
     items.sort(key=lambda item: item.get_closest_marker("cluster") is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = nodeid.partition("::")[0]
+            return "cluster" if path.startswith("tests/cluster/") else path
+
+    config.option.loadscopereorder = False  # the longest first, and that is the one on Ray
+    return ByFile(config, log)
