@@ -25,6 +25,8 @@ BOUNDS = (
     Bounds(ranks=2, attempts=1, crashes=1, losses=0, doubles=0, timeouts=1),
     Bounds(ranks=2, attempts=1, crashes=0, losses=1, doubles=1, timeouts=0),
     Bounds(ranks=3, attempts=1, crashes=1, losses=0, doubles=0, timeouts=0),
+    Bounds(ranks=2, attempts=1, losses=0, doubles=0, reads_back=True, flips=1),
+    Bounds(ranks=2, attempts=1, crashes=0, timeouts=0, reads_back=True),
     Bounds(ranks=1, attempts=2, crashes=1, losses=0, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=2, crashes=0, losses=0, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=2, crashes=1, losses=1, doubles=1, timeouts=1),

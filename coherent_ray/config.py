@@ -230,17 +230,25 @@ class Checkpoint(Section):
     block_bytes: Annotated[int, Field(ge=4_096, le=2**30, multiple_of=4_096)] = 4 * 2**20
     """Bytes that share one digest; a multiple of 4096."""
     verify: Literal["size", "read_back"] = "size"
-    """What is checked before a generation is published. read_back: every byte is read again."""
+    """What is checked before a generation is published. size: every shard's size. read_back: every
+    byte is read again from the storage, each worker's by the next one."""
     on_damage: Literal["fall_back", "refuse"] = "fall_back"
     """What a resume does where the latest generation is damaged."""
     max_failed_saves: Annotated[int, Field(ge=0)] = 3
     """Failed saves in a row that training survives."""
     ack_timeout_s: Seconds = 300.0
-    """Seconds from the first worker's acknowledgement until a save without the others fails."""
+    """Seconds from the first worker's acknowledgement until a save without the others fails; with
+    verify: read_back as many again until all have read."""
     keep: Positive | None = None
     """Newest whole generations to keep; older ones are deleted behind each publish. null: all."""
     keep_every: Positive | None = None
     """Besides, for ever, the last generation of each so many updates; null: no more."""
+
+    scrub_every_s: Seconds | None = None
+    """Seconds within which each published generation is read again, every byte, to find damage
+    before a resume does; one at a time, behind the training. null: never."""
+    scrub_bytes_per_s: Positive = 64 * 2**20
+    """Bytes a second that this reads at most, and none while a generation is being saved."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield an exception from a rule that is not there."""

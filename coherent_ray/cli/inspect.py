@@ -23,6 +23,7 @@ from coherent_ray.cli.output import (
     size_text,
 )
 from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_argument
+from coherent_ray.commit.findings import Finding, read_findings
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
 from coherent_ray.commit.manifest import Manifest
@@ -157,7 +158,8 @@ def list_generations(run: str, everything: bool, as_json: bool) -> int:
 def show(run: str, tensors: bool, as_json: bool) -> int:
     """Show what one generation of RUN holds.
 
-    The latest, or the one that is named.
+    The latest, or the one that is named. What its last scrub found is a note, and may be old:
+    `verify` looks.
     """
     place = place_of(run)
     storage = place.open()
@@ -166,10 +168,13 @@ def show(run: str, tensors: bool, as_json: bool) -> int:
     manifest = generations.manifest(publish)
     info = next(info for info in generations.list() if info.publish == publish)
     row = Row(info, manifest, "", _written_at(storage, info))
+    scrubbed = _scrubbed(storage, info.name)
     if as_json:
-        show_json({"root": storage.uri, **row.value(), "manifest": asdict(manifest)})
+        told = {"scrub": scrubbed.to_json() if scrubbed else None, "manifest": asdict(manifest)}
+        show_json({"root": storage.uri, **row.value(), **told})
         return 0
-    show_fields(f"{info.name} of run {manifest.header.run_id}", _facts(row, manifest))
+    facts = [*_facts(row, manifest), ("last scrub", _scrub_text(scrubbed))]
+    show_fields(f"{info.name} of run {manifest.header.run_id}", facts)
     show_fields("data", _plan_facts(manifest))
     show_fields("environment", sorted(manifest.header.environment.items()))
     show_table(SHARD_COLUMNS, _shard_cells(manifest))
@@ -221,6 +226,17 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
         ("log record", record_path(row.info.seq)),
         ("last receipt", header.receipt_tip),
     ]
+
+
+def _scrubbed(storage: Storage, name: str) -> Finding | None:
+    try:
+        return read_findings(storage).get(name)
+    except StorageError:
+        return None  # only a note
+
+
+def _scrub_text(finding: Finding | None) -> str:
+    return f"{finding.at}: {finding.words()}" if finding else "-"
 
 
 def _plan_facts(manifest: Manifest) -> list[tuple[str, str]]:

@@ -24,9 +24,14 @@ from coherent_ray.errors import CoherentRayError, Damage, NoGeneration
 @click.command()
 @run_argument
 @click.option("--all", "everything", is_flag=True, help="Every generation that is not retired.")
-@click.option("--quick", is_flag=True, help="Compare sizes only; read no shard.")
+@click.option(
+    "--deep/--quick",
+    "deep",
+    default=True,
+    help="Read every byte, which is the default; or compare sizes only, and read no shard.",
+)
 @json_option
-def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
+def verify(run: str, everything: bool, deep: bool, as_json: bool) -> int:
     """Compare every digest of a generation with its files.
 
     The latest generation of RUN, or the one that is named. Each shard, block and tensor that is not
@@ -43,7 +48,7 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
     cut = cut_off(hint, generations.history())
     found: list[tuple[PublishBody, list[Damage]]] = []
     for publish in _wanted(generations, place, everything=everything):
-        damages = generations.verify(publish, deep=not quick)
+        damages = generations.verify(publish, deep=deep)
         if damages and _is_retired(generations, publish):
             # Pruned while it was read: what is missing is not missed.
             if not as_json:
@@ -51,7 +56,7 @@ def verify(run: str, everything: bool, quick: bool, as_json: bool) -> int:
             continue
         found.append((publish, damages))
         if not as_json:
-            _show(publish, damages, quick=quick)
+            _show(publish, damages, deep=deep)
     value: dict[str, Any] = {
         "generations": [_value(*pair) for pair in found],
         "log": error_value(cut) if cut else None,
@@ -85,9 +90,9 @@ def _wanted(generations: Generations, place: Place, *, everything: bool) -> list
     return live
 
 
-def _show(publish: PublishBody, damages: list[Damage], *, quick: bool) -> None:
+def _show(publish: PublishBody, damages: list[Damage], *, deep: bool) -> None:
     if not damages:
-        how = "every size is right" if quick else "whole"
+        how = "whole" if deep else "every size is right"
         show_line(f"{publish.name} (update {publish.update:,}): {how}", style="good")
         return
     show_line(

@@ -1,14 +1,15 @@
 """One generation's way to its publish record, as types: each stage has only what it has earned.
 
 `Staged` collects acknowledgements, and may become `Acknowledged`, which has a manifest. That one
-becomes `Verified` when the storage agrees with it, and `Sealed` when the manifest is durable. Only
-a `Sealed` generation has a `publish` body, so an append before its time does not type-check. What
-ranks disagree about is decided here, in `Staged.decide`, from their words alone.
+becomes `Verified` when the storage agrees with it, where shards are read back by way of `Checked`,
+and `Sealed` when the manifest is durable. Only a `Sealed` generation has a `publish` body, so an
+append before its time does not type-check. What ranks disagree about is decided here, in
+`Staged.decide`, from their words alone, and in `Checked.decide` what they have read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coherent_ray.commit.events import Key
@@ -17,12 +18,16 @@ from coherent_ray.commit.manifest import (
     Acknowledgement,
     GenerationHeader,
     Manifest,
+    ReadBack,
     ShardRecord,
     dump,
     manifest_path,
 )
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest, digest_of
+
+#: Problems that a fate's sentence quotes; all are in its details.
+QUOTED_PROBLEMS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,53 @@ class Verified:
         )
 
 
+@dataclass(slots=True)
+class Checked:
+    """The storage has every shard in its size, and the ranks read one another's."""
+
+    manifest: Manifest
+    since: float
+    """When the reading began, in seconds on the shell's monotonic clock."""
+    read: dict[int, ReadBack]
+    """What ranks have read, by the rank that read it."""
+
+    @property
+    def unread(self) -> list[int]:
+        """Ranks that have not told yet how the shard of the rank before reads, in order."""
+        return [rank for rank in range(self.manifest.header.ranks) if rank not in self.read]
+
+    def shard_for(self, rank: int) -> ShardRecord:
+        """Return the shard that a rank reads: the one of the rank before; of one rank, its own."""
+        return self.manifest.shards[(rank - 1) % len(self.manifest.shards)]
+
+    def decide(self) -> Verified | Fate | None:
+        """Return what was read comes to; None: so far all is well, and ranks are missing."""
+        problems: list[str] = []
+        for rank, word in sorted(self.read.items()):
+            shard = self.shard_for(rank)
+            if (word.rank, word.digest) != (shard.rank, shard.digest):
+                return self._failed(f"rank {rank} read back what it was not asked for", rank=rank)
+            problems += [f"read back by rank {rank}: {problem}" for problem in word.problems]
+        if problems:
+            return self._failed(quoted(problems), problems=problems)
+        return None if self.unread else Verified(self.manifest, dump(self.manifest))
+
+    def _failed(self, reason: str, **details: object) -> Fate:
+        header = self.manifest.header
+        return Fate("failed", header.number, header.attempt, reason, None, details)
+
+
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
     """Every rank has acknowledged and none disagrees: the storage may be asked."""
 
     manifest: Manifest
+    read: dict[int, ReadBack] = field(default_factory=dict)
+    """What ranks that were asked by an earlier coordinator have read already."""
+
+    def checked(self, now: float) -> Checked:
+        """Return the next stage, once every size is right and shards are to be read back."""
+        return Checked(self.manifest, now, self.read)
 
     def verified(self) -> Verified:
         """Return the next stage, once the storage holds every shard."""
@@ -95,6 +142,8 @@ class Staged:
     """When the first acknowledgement came, in seconds on the shell's monotonic clock."""
     votes: dict[int, Vote] = field(default_factory=dict)
     header: GenerationHeader | None = None
+    read: dict[int, ReadBack] = field(default_factory=dict)
+    """What ranks that were asked by an earlier coordinator have read already."""
 
     @property
     def missing(self) -> list[int]:
@@ -116,6 +165,8 @@ class Staged:
             return self._twice(ack.rank, known, vote)
         if ack.header is not None:
             self.header = ack.header
+        if ack.read_back is not None:
+            self.read[ack.rank] = ack.read_back
         return None
 
     def decide(self) -> Acknowledged | Fate:
@@ -219,9 +270,10 @@ class Staged:
         if len({shard.path for shard in shards}) != len(shards):
             return self._failed("two ranks acknowledged the same shard file")
         try:
-            return Acknowledged(Manifest(header, self.votes[0].fingerprint, shards))
+            manifest = Manifest(header, self.votes[0].fingerprint, shards)
         except ValueError as error:
             return self._failed(f"the shards do not make one state: {_first_line(error)}")
+        return Acknowledged(manifest, self.read)
 
     def _failed(self, reason: str, **details: object) -> Fate:
         return self._fate("failed", reason, **details)
@@ -230,7 +282,13 @@ class Staged:
         return Fate(kind, self.key.number, self.key.attempt, reason, None, details)
 
 
-Stage = Staged | Acknowledged | Verified | Sealed
+Stage = Staged | Acknowledged | Checked | Verified | Sealed
+
+
+def quoted(problems: Sequence[str]) -> str:
+    """Return a fate's sentence of several problems: the first ones, and how many there are."""
+    more = len(problems) - QUOTED_PROBLEMS
+    return "; ".join(problems[:QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _groups(values: Mapping[int, object]) -> list[list[int]]:

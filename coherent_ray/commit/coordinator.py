@@ -11,7 +11,17 @@ The protocol's text, step by step, is ``docs/protocol.md``.
 
 from __future__ import annotations
 
-from coherent_ray.commit.ballot import Acknowledged, Sealed, Stage, Staged, Verified
+from typing import NamedTuple
+
+from coherent_ray.commit.ballot import (
+    Acknowledged,
+    Checked,
+    Sealed,
+    Stage,
+    Staged,
+    Verified,
+    quoted,
+)
 from coherent_ray.commit.events import (
     AckReceived,
     AckWithdrawn,
@@ -19,6 +29,7 @@ from coherent_ray.commit.events import (
     Answer,
     AppendFailed,
     AppendPublish,
+    AskReadBack,
     CheckShards,
     Event,
     HistoryRead,
@@ -38,8 +49,13 @@ from coherent_ray.commit.records import PublishBody
 
 #: Seconds from the first acknowledgement of a generation to the last, unless the user chooses.
 ACK_TIMEOUT_S = 300.0
-#: Problems that a fate's sentence quotes; all are in its details.
-QUOTED_PROBLEMS = 3
+
+
+class Call(NamedTuple):
+    """An acknowledgement call that waits."""
+
+    number: int
+    rank: int
 
 
 class Coordinator:
@@ -63,8 +79,10 @@ class Coordinator:
         Args:
             run_id: The run.
             history: The log, read to its end; None: nothing has been written.
-            ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
-            read_back: Have every shard's bytes read again before its generation is published.
+            ack_timeout_s: Seconds from a generation's first acknowledgement to its last, and again
+                to the last read-back.
+            read_back: Have each shard read again, by the rank after its own, before its generation
+                is published.
         """
         self.run_id = run_id
         self.attempt = 0
@@ -73,7 +91,7 @@ class Coordinator:
         self._published: dict[Key, int] = {}
         self._refused: dict[Key, Fate] = {}
         self._stages: dict[Key, Stage] = {}
-        self._waiting: dict[Key, list[int]] = {}
+        self._waiting: dict[Key, list[Call]] = {}
         if history is not None:
             self._read(history)
 
@@ -94,7 +112,7 @@ class Coordinator:
             case AckWithdrawn(key, rank, reason):
                 actions = self._withdrawn(key, rank, reason)
             case ShardsChecked(key, problems):
-                actions = self._checked(key, problems)
+                actions = self._checked(key, problems, now)
             case ManifestWritten(key):
                 actions = self._manifest_written(key)
             case ManifestFailed(key, reason):
@@ -112,7 +130,8 @@ class Coordinator:
     @property
     def deadline(self) -> float | None:
         """When a `Tick` can next change something, on the shell's clock; None: never."""
-        begun = [stage.since for stage in self._stages.values() if isinstance(stage, Staged)]
+        stages = self._stages.values()
+        begun = [stage.since for stage in stages if isinstance(stage, Staged | Checked)]
         return min(begun) + self._ack_timeout_s if begun else None
 
     def in_flight(self) -> dict[str, str]:
@@ -126,12 +145,12 @@ class Coordinator:
         known = self._known(key)
         if known is not None:
             return [Answer(call, known)]
-        self._waiting.setdefault(key, []).append(call)
+        self._waiting.setdefault(key, []).append(Call(call, ack.rank))
         stage = self._stages.setdefault(key, Staged(key, self.run_id, ack.ranks, now))
         match stage:
             case Staged():
                 return self._stage(key, stage, ack)
-            case Acknowledged() | Verified():
+            case Acknowledged() | Checked() | Verified():
                 return self._repeated(key, stage, ack)
             case Sealed():
                 # Its append is on its way, and only the log can tell its fate now.
@@ -163,22 +182,29 @@ class Coordinator:
             # In the log the later record wins, so this one would take the run back.
             return self._settle(key, "failed", f"the later generation {later} was complete first")
         self._stages[key] = decision
-        return [CheckShards(key, decision.manifest.shards, self._read_back)]
+        return [CheckShards(key, decision.manifest.shards)]
 
     def _repeated(
-        self, key: Key, stage: Acknowledged | Verified, ack: Acknowledgement
+        self, key: Key, stage: Acknowledged | Checked | Verified, ack: Acknowledgement
     ) -> list[Action]:
         manifest = stage.manifest
         same = ack.rank < len(manifest.shards) and ack.shard == manifest.shards[ack.rank]
-        if same and ack.fingerprint == manifest.fingerprint:
+        if not same or ack.fingerprint != manifest.fingerprint:
+            return self._settle(
+                key, "failed", f"rank {ack.rank} acknowledged twice, the second time something else"
+            )
+        if isinstance(stage, Verified):
             return []
-        return self._settle(
-            key, "failed", f"rank {ack.rank} acknowledged twice, the second time something else"
-        )
+        if ack.read_back is not None:
+            stage.read[ack.rank] = ack.read_back
+        return self._read_so_far(key, stage) if isinstance(stage, Checked) else []
 
     def _withdrawn(self, key: Key, rank: int, reason: str) -> list[Action]:
         """Settle a generation that a rank cannot complete; later acknowledgements get this fate."""
-        if self._known(key) is not None or not isinstance(self._stages.get(key), Staged | None):
+        # Without read-backs nobody needs a rank any more that has acknowledged.
+        needed = (Staged, Acknowledged, Checked) if self._read_back else (Staged,)
+        stage = self._stages.get(key)
+        if self._known(key) is not None or not (stage is None or isinstance(stage, needed)):
             return []
         return self._refuse(_fate(key, "failed", reason, rank=rank))
 
@@ -193,16 +219,34 @@ class Coordinator:
 
     # --- the storage's answers --------------------------------------------------------------------
 
-    def _checked(self, key: Key, problems: tuple[str, ...]) -> list[Action]:
+    def _checked(self, key: Key, problems: tuple[str, ...], now: float) -> list[Action]:
         stage = self._stages.get(key)
         if not isinstance(stage, Acknowledged):
             return []
         if problems:
-            quoted = "; ".join(problems[:QUOTED_PROBLEMS])
-            more = len(problems) - QUOTED_PROBLEMS
-            reason = quoted + (f"; and {more} more" if more > 0 else "")
-            return self._settle(key, "failed", reason, problems=list(problems))
-        verified = stage.verified()
+            return self._settle(key, "failed", quoted(problems), problems=list(problems))
+        if not self._read_back:
+            return self._write(key, stage.verified())
+        self._stages[key] = checked = stage.checked(now)
+        return self._read_so_far(key, checked)
+
+    def _read_so_far(self, key: Key, stage: Checked) -> list[Action]:
+        match stage.decide():
+            case Fate() as fate:
+                return self._refuse(fate)
+            case Verified() as verified:
+                return self._write(key, verified)
+            case None:
+                return self._ask(key, stage)
+
+    def _ask(self, key: Key, stage: Checked) -> list[Action]:
+        """Answer the calls of those who must read before they can hear a fate."""
+        calls = self._waiting.get(key, [])
+        asked = [call for call in calls if call.rank not in stage.read]
+        self._waiting[key] = [call for call in calls if call not in asked]
+        return [AskReadBack(call.number, stage.shard_for(call.rank)) for call in asked]
+
+    def _write(self, key: Key, verified: Verified) -> list[Action]:
         self._stages[key] = verified
         return [WriteManifest(key, verified.path, verified.data)]
 
@@ -245,22 +289,20 @@ class Coordinator:
         self._stages.pop(key, None)
         fate = self._published_fate(key)
         # Ranks first: they wait, and the hint is only a hint.
-        answers: list[Action] = [Answer(call, fate) for call in self._waiting.pop(key, [])]
-        return [*answers, RefreshHint()]
+        return [*self._answers(key, fate), RefreshHint()]
+
+    def _answers(self, key: Key, fate: Fate) -> list[Action]:
+        return [Answer(call.number, fate) for call in self._waiting.pop(key, [])]
 
     # --- fates ------------------------------------------------------------------------------------
 
     def _time_out(self, now: float) -> list[Action]:
         actions: list[Action] = []
         for key, stage in list(self._stages.items()):
-            if isinstance(stage, Staged) and now - stage.since >= self._ack_timeout_s:
-                missing = stage.missing
-                actions += self._settle(
-                    key,
-                    "failed",
-                    f"{name_ranks(missing)} did not acknowledge within {self._ack_timeout_s:g} s",
-                    missing=missing,
-                )
+            if isinstance(stage, Staged | Checked) and now - stage.since >= self._ack_timeout_s:
+                missing, omission = _omitted(stage)
+                reason = f"{name_ranks(missing)} {omission} within {self._ack_timeout_s:g} s"
+                actions += self._settle(key, "failed", reason, missing=missing)
         return actions
 
     def _settle(self, key: Key, kind: Kind, reason: str, **details: object) -> list[Action]:
@@ -272,7 +314,7 @@ class Coordinator:
         key = Key(fate.attempt, fate.number)
         self._refused[key] = fate
         self._stages.pop(key, None)
-        return [Answer(call, fate) for call in self._waiting.pop(key, [])]
+        return self._answers(key, fate)
 
     def _published_fate(self, key: Key) -> Fate:
         return Fate("published", key.number, key.attempt, seq=self._published[key])
@@ -286,12 +328,21 @@ def _fate(key: Key, kind: Kind, reason: str, **details: object) -> Fate:
     return Fate(kind, key.number, key.attempt, reason, None, details)
 
 
+def _omitted(stage: Staged | Checked) -> tuple[list[int], str]:
+    """Return who is waited for, and what he did not do."""
+    if isinstance(stage, Staged):
+        return stage.missing, "did not acknowledge"
+    return stage.unread, "did not read back the shard of the rank before"
+
+
 def _waits_for(stage: Stage) -> str:
     match stage:
         case Staged():
             return f"the acknowledgement of {name_ranks(stage.missing)}"
         case Acknowledged():
             return "the check of its shards"
+        case Checked():
+            return f"the read-back by {name_ranks(stage.unread)}"
         case Verified():
             return "its manifest"
         case Sealed():

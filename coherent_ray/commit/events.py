@@ -1,9 +1,9 @@
 """What the coordinator hears (events) and what it asks for (actions).
 
 The machine in `coherent_ray.commit.coordinator` lives between these two lists. An event is
-something that has happened, an action is something that a shell must do; every action but `Answer`
-and `RefreshHint` is followed by exactly one event about the same generation. Both are values: a
-test can write them down.
+something that has happened, an action is something that a shell must do; every action but `Answer`,
+`AskReadBack` and `RefreshHint` is followed by exactly one event about the same generation. Both are
+values: a test can write them down.
 """
 
 from __future__ import annotations
@@ -124,11 +124,10 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class CheckShards:
-    """Ask the storage for every shard's size, and with `read_back` for every byte."""
+    """Ask the storage for every shard's size."""
 
     key: Key
     shards: tuple[ShardRecord, ...]
-    read_back: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,5 +160,13 @@ class Answer:
     fate: Fate
 
 
+@dataclass(frozen=True, slots=True)
+class AskReadBack:
+    """Let a waiting call return without a fate: its rank must read a shard, and call again."""
+
+    call: int
+    shard: ShardRecord
+
+
 StorageAction = CheckShards | WriteManifest | AppendPublish | RefreshHint
-Action = StorageAction | Answer
+Action = StorageAction | Answer | AskReadBack

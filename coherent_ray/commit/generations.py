@@ -286,7 +286,7 @@ class Generations:
             yield from self._shard_damage(manifest, shard, deep)
 
     def _shard_damage(self, manifest: Manifest, shard: ShardRecord, deep: bool) -> Iterable[Damage]:
-        return shard_damage(self._storage, manifest, shard, deep=deep)
+        return shard_damage(self._storage, manifest.header, shard, deep=deep)
 
     def _extra(self, publish: PublishBody, named: set[str]) -> Iterator[Damage]:
         for entry in self._storage.list(generation_directory(publish.number, publish.attempt)):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 
-from coherent_ray.commit.manifest import Manifest, ShardRecord
+from coherent_ray.commit.manifest import GenerationHeader, ShardRecord
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.errors import NotAFile, NotFound, ShardDamaged, StorageError
 from coherent_ray.storage.base import Storage
@@ -30,29 +30,31 @@ REMEDY_OF_OLDER = (
 )
 
 
-def tensors_in(manifest: Manifest, shard: ShardRecord, block: int) -> list[str]:
+def tensors_in(header: GenerationHeader, shard: ShardRecord, block: int) -> list[str]:
     """Return the names of the tensors that have bytes in a block of a shard, in layout order.
 
     Args:
-        manifest: The generation's.
+        header: The generation's.
         shard: One of its shards.
         block: Index of the block. One that holds nothing but the shard's header has no tensors.
     """
-    return tensors_between(manifest, shard, *block_range(shard, block))
+    return tensors_between(header, shard, *block_range(shard, block))
 
 
-def tensors_between(manifest: Manifest, shard: ShardRecord, start: int, stop: int) -> list[str]:
+def tensors_between(
+    header: GenerationHeader, shard: ShardRecord, start: int, stop: int
+) -> list[str]:
     """Return the names of the tensors that have bytes in a range of a shard's file.
 
     Args:
-        manifest: The generation's.
+        header: The generation's.
         shard: One of its shards.
         start: First byte of the file.
         stop: The byte after the last.
     """
     first = shard.start + max(start - shard.header_bytes, 0)
     last = min(shard.start + stop - shard.header_bytes, shard.stop)
-    layout = manifest.header.layout
+    layout = header.layout
     offsets = layout.offsets()
     names = []
     for index in range(max(bisect_right(offsets, first) - 1, 0), len(offsets)):
@@ -71,13 +73,13 @@ def block_range(shard: ShardRecord, block: int) -> tuple[int, int]:
 
 
 def shard_damage(
-    storage: Storage, manifest: Manifest, shard: ShardRecord, *, deep: bool
+    storage: Storage, header: GenerationHeader, shard: ShardRecord, *, deep: bool
 ) -> list[ShardDamaged]:
     """Return what is wrong with a shard; nothing: it is whole, as far as it was looked at.
 
     Args:
         storage: The run's root.
-        manifest: The generation's.
+        header: The generation's.
         shard: One of its shards.
         deep: Read every byte and compare every block's digest; else the size alone.
 
@@ -87,10 +89,10 @@ def shard_damage(
     try:
         size = storage.size(shard.path)
         if size != shard.size:
-            return [_wrong_size(manifest, shard, size)]
-        return list(_bad_blocks(storage, manifest, shard)) if deep else []
+            return [_wrong_size(header, shard, size)]
+        return list(_bad_blocks(storage, header, shard)) if deep else []
     except NotFound as error:
-        return [_missing(manifest, shard, error)]
+        return [_missing(header, shard, error)]
 
 
 def absence(error: NotFound) -> tuple[str, str]:
@@ -113,7 +115,9 @@ def is_lost(error: StorageError) -> bool:
     return isinstance(error, NotFound) or error.details.get("errno") == "EIO"
 
 
-def _bad_blocks(storage: Storage, manifest: Manifest, shard: ShardRecord) -> Iterator[ShardDamaged]:
+def _bad_blocks(
+    storage: Storage, header: GenerationHeader, shard: ShardRecord
+) -> Iterator[ShardDamaged]:
     buffer = memoryview(bytearray(min(_PIECE, shard.block_bytes, shard.size)))
     for block, expected in enumerate(shard.blocks):
         try:
@@ -125,14 +129,14 @@ def _bad_blocks(storage: Storage, manifest: Manifest, shard: ShardRecord) -> Ite
                 raise
             found = ""
         if found != expected:
-            yield _bad_block(manifest, shard, block, found)
+            yield _bad_block(header, shard, block, found)
     raw = b"".join(bytes.fromhex(block) for block in shard.blocks)
     if digest_of(raw, shard.algorithm) != shard.digest:
         yield ShardDamaged(
             "the digests of the blocks do not make up the shard's digest",
             where=shard.path,
             remedy="The generation was recorded wrongly and cannot be trusted. " + _WITHOUT,
-            details={**_facts(manifest, shard), "kind": "digest"},
+            details={**_facts(header, shard), "kind": "digest"},
         )
 
 
@@ -149,16 +153,18 @@ def _block_digest(storage: Storage, shard: ShardRecord, block: int, buffer: memo
     return hasher.hexdigest()
 
 
-def _bad_block(manifest: Manifest, shard: ShardRecord, block: int, found: str) -> ShardDamaged:
+def _bad_block(
+    header: GenerationHeader, shard: ShardRecord, block: int, found: str
+) -> ShardDamaged:
     start, stop = block_range(shard, block)
-    tensors = tensors_in(manifest, shard, block)
+    tensors = tensors_in(header, shard, block)
     verb = "does not hold what was written" if found else "cannot be read from the device"
     return ShardDamaged(
         f"block {block} (bytes {start} to {stop}) {verb}; it holds {_named(shard, start, tensors)}",
         where=shard.path,
         remedy=REMEDY,
         details={
-            **_facts(manifest, shard),
+            **_facts(header, shard),
             "kind": "block" if found else "unreadable",
             "block": block,
             "start": start,
@@ -170,14 +176,14 @@ def _bad_block(manifest: Manifest, shard: ShardRecord, block: int, found: str) -
     )
 
 
-def _wrong_size(manifest: Manifest, shard: ShardRecord, size: int) -> ShardDamaged:
-    tensors = tensors_between(manifest, shard, size, shard.size) if size < shard.size else []
+def _wrong_size(header: GenerationHeader, shard: ShardRecord, size: int) -> ShardDamaged:
+    tensors = tensors_between(header, shard, size, shard.size) if size < shard.size else []
     return ShardDamaged(
         f"the shard of rank {shard.rank} has {size} bytes instead of {shard.size}",
         where=shard.path,
         remedy=REMEDY,
         details={
-            **_facts(manifest, shard),
+            **_facts(header, shard),
             "kind": "size",
             "start": min(size, shard.size),
             "stop": max(size, shard.size),
@@ -188,24 +194,24 @@ def _wrong_size(manifest: Manifest, shard: ShardRecord, size: int) -> ShardDamag
     )
 
 
-def _missing(manifest: Manifest, shard: ShardRecord, error: NotFound) -> ShardDamaged:
+def _missing(header: GenerationHeader, shard: ShardRecord, error: NotFound) -> ShardDamaged:
     kind, words = absence(error)
     return ShardDamaged(
         f"the shard of rank {shard.rank} {words}",
         where=shard.path,
         remedy=REMEDY,
         details={
-            **_facts(manifest, shard),
+            **_facts(header, shard),
             "kind": kind,
             "start": 0,
             "stop": shard.size,
-            "tensors": tensors_between(manifest, shard, 0, shard.size),
+            "tensors": tensors_between(header, shard, 0, shard.size),
         },
     )
 
 
-def _facts(manifest: Manifest, shard: ShardRecord) -> dict[str, object]:
-    generation = manifest.header.directory.rpartition("/")[2]
+def _facts(header: GenerationHeader, shard: ShardRecord) -> dict[str, object]:
+    generation = header.directory.rpartition("/")[2]
     return {"generation": generation, "shard": shard.path, "rank": shard.rank}
 
 

@@ -16,6 +16,7 @@ from coherent_ray.commit.history import GenerationKey
 Kind = Literal[
     "record",
     "hint",
+    "scrub",
     "manifest",
     "shard",
     "receipts",
@@ -35,6 +36,7 @@ _DIRECTORY = re.compile(_GENERATION)
 _NAMES: dict[Kind, str] = {
     "record": r"log/\d{20}\.json",
     "hint": r"latest\.json",
+    "scrub": r"scrub\.json",
     "manifest": rf"generations/{_GENERATION}/manifest\.json",
     "shard": rf"generations/{_GENERATION}/shard-\d{{5,}}-of-\d{{5,}}\.safetensors",
     "receipts": rf"receipts/\d{{12,}}-\d{{12,}}-{_GENERATION}\.jsonl",

@@ -253,6 +253,18 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
+class ReadBack:
+    """A rank's word that it has read another rank's shard again, from the storage."""
+
+    rank: Count
+    """Whose shard it is."""
+    digest: Digest
+    """Of the shard record that the bytes were compared with."""
+    problems: tuple[str, ...]
+    """What does not hold, a sentence each; empty: every byte does."""
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class Acknowledgement:
     """A rank's word that its shard is durable."""
 
@@ -269,6 +281,8 @@ class Acknowledgement:
     """One a tensor, in layout order: names the first tensor that differs."""
     header: GenerationHeader | None
     """The header itself; rank 0 sends it."""
+    read_back: ReadBack | None = None
+    """How the shard of the rank before was read back; None: it was not, yet."""
 
 
 def generation_name(number: int, attempt: int) -> str:

@@ -23,7 +23,6 @@ from coherent_ray.commit.events import (
 )
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord
-from coherent_ray.digests import new_hasher
 from coherent_ray.errors import (
     AlreadyExists,
     CoherentRayError,
@@ -47,8 +46,8 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
         The event to hand to the machine; None where it waits for none.
     """
     match action:
-        case CheckShards(key, shards, read_back):
-            problems = (_problem(storage, shard, read_back) for shard in shards)
+        case CheckShards(key, shards):
+            problems = (_problem(storage, shard) for shard in shards)
             return ShardsChecked(key, tuple(text for text in problems if text))
         case WriteManifest():
             return _write_manifest(action, storage)
@@ -59,31 +58,15 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
             return None
 
 
-def _problem(storage: Storage, shard: ShardRecord, read_back: bool) -> str:
+def _problem(storage: Storage, shard: ShardRecord) -> str:
     where = f"shard {shard.path} of rank {shard.rank}"
     try:
         size = storage.size(shard.path)
-        if size != shard.size:
-            return f"{where} has {size} bytes instead of {shard.size}"
-        bad = _bad_block(storage, shard) if read_back else None
     except NotFound:
         return f"{where} is missing"
     except Exception as error:
         return f"{where} cannot be read: {_reason(error)}"
-    return "" if bad is None else f"{where}: block {bad} does not hold the bytes that were hashed"
-
-
-def _bad_block(storage: Storage, shard: ShardRecord) -> int | None:
-    buffer = memoryview(bytearray(min(shard.block_bytes, shard.size)))
-    for index, expected in enumerate(shard.blocks):
-        start = index * shard.block_bytes
-        block = buffer[: min(shard.block_bytes, shard.size - start)]
-        got = storage.read_into(shard.path, start, block)
-        hasher = new_hasher(shard.algorithm)
-        hasher.update(block[:got])
-        if hasher.hexdigest() != expected:
-            return index
-    return None
+    return "" if size == shard.size else f"{where} has {size} bytes instead of {shard.size}"
 
 
 def _write_manifest(action: WriteManifest, storage: Storage) -> Event:

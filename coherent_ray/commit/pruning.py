@@ -104,12 +104,17 @@ class Pruner:
         self._stopped = stopped
         self._grace_s = grace_s
         self._whole: set[GenerationKey] = set()
+        self._doubted: set[GenerationKey] = set()
         self.watch = Watch(storage, clock)
         """What was seen of the holds."""
 
     def trust(self, key: GenerationKey) -> None:
         """Take somebody's word that every byte of a generation was just read and is right."""
         self._whole.add(key)
+
+    def doubt(self, key: GenerationKey) -> None:
+        """Read a generation again before it counts as whole; from any thread."""
+        self._doubted.add(key)
 
     def prune(
         self, attempt: int | None = None, *, dry_run: bool = False, whole_root: bool = False
@@ -173,7 +178,7 @@ class Pruner:
     def _is_whole(self, publish: PublishBody) -> bool:
         """Read a generation, the first time every byte of it, and say whether it is whole."""
         key = key_of(publish)
-        deep = key not in self._whole
+        deep = key not in self._whole or key in self._doubted
         self._whole.discard(key)
         try:
             manifest = self._generations.manifest(publish)
@@ -181,9 +186,11 @@ class Pruner:
             return False
         for shard in manifest.shards:
             self._check_stop()
-            if shard_damage(self._storage, manifest, shard, deep=deep):
+            if shard_damage(self._storage, manifest.header, shard, deep=deep):
                 return False
         self._whole.add(key)
+        if deep:
+            self._doubted.discard(key)
         return True
 
     # --- doing ------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from coherent_ray.commit.events import (
     Answer,
     AppendFailed,
     AppendPublish,
+    AskReadBack,
     CheckShards,
     Event,
     HistoryRead,
@@ -37,8 +38,11 @@ from coherent_ray.commit.history import History
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, load
 from coherent_ray.commit.performer import perform
+from coherent_ray.commit.read_back import Reply, Request
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.rounds import Rounds
+from coherent_ray.commit.scrubbing import Schedule
 from coherent_ray.commit.upkeep import Upkeep
 from coherent_ray.errors import CoherentRayError, StorageError, WrongRun
 from coherent_ray.storage.base import Storage
@@ -64,6 +68,8 @@ class Service:
             published it; None: there is none, or it is not known yet.
         last_error: What went wrong last, in words; None: nothing has.
         upkeep: What prunes behind publishes; None: nothing does.
+        rounds: What reads published generations again; None: nothing does.
+        saving: Whether ranks have said that they are writing a generation.
     """
 
     def __init__(
@@ -72,6 +78,7 @@ class Service:
         open_root: Callable[[], Storage],
         *,
         retention: Policy | None = None,
+        scrub: Schedule | None = None,
         hook: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
@@ -81,6 +88,7 @@ class Service:
             run_id: The run.
             open_root: Opens the run's root; may raise.
             retention: What to keep; None: nothing is ever pruned.
+            scrub: When to read published generations again; None: never.
             hook: Called in the storage's thread at ``publish:begin@UPDATE`` and
                 ``publish:end@UPDATE``; None: nobody listens.
             options: The machine's, see `Coordinator`.
@@ -93,6 +101,8 @@ class Service:
         self.generation: dict[str, Any] | None = None
         self.last_error: str | None = None
         self.upkeep = Upkeep(retention, self._note_error) if retention else None
+        self.rounds = self._rounds(scrub) if scrub else None
+        self.saving = False
         self._machine: Coordinator | None = None
         self._retry_at = 0.0
         self._start: asyncio.Task[None] | None = None
@@ -101,7 +111,7 @@ class Service:
         self._worker: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ticking: asyncio.Task[None] | None = None
-        self._calls: dict[int, asyncio.Future[Fate]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._timings: dict[Key, dict[str, float]] = {}
         self._closed = False
@@ -134,8 +144,11 @@ class Service:
         self._handle(HistoryRead(history))
         return attempt
 
-    async def acknowledge(self, data: bytes) -> Fate:
-        """Take an `Acknowledgement`'s JSON, and return its generation's fate when it is known."""
+    async def acknowledge(self, data: bytes) -> Reply:
+        """Take an `Acknowledgement`'s JSON, and return its generation's fate when it is known.
+
+        Where shards are read back, a `Request` comes first: its rank reads, and calls again.
+        """
         try:
             ack = load(Acknowledgement, data)
         except ValueError as error:
@@ -148,19 +161,19 @@ class Service:
         if self._closed:
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
         number = next(self._numbers)
-        future: asyncio.Future[Fate] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
         self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
         self._handle(AckReceived(ack, number))
         try:
-            fate = await future
+            reply = await future
         except asyncio.CancelledError:
             if not self._closed:
                 raise
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
-        if fate.kind == "fenced":
-            logger.warning("rank %d is too late with %s: %s", ack.rank, fate.name, fate.reason)
-        return fate
+        if isinstance(reply, Fate) and reply.kind == "fenced":
+            logger.warning("rank %d is too late with %s: %s", ack.rank, reply.name, reply.reason)
+        return reply
 
     async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
         """Take a rank's word that it will never acknowledge a generation."""
@@ -180,6 +193,8 @@ class Service:
         await asyncio.sleep(0)
         if self.upkeep is not None:
             await self.upkeep.close()
+        if self.rounds is not None:
+            await asyncio.to_thread(self.rounds.close)
 
     # --- the log ----------------------------------------------------------------------------------
 
@@ -207,6 +222,8 @@ class Service:
             self.degraded = None
             self._note_latest(history)
             self._worker = asyncio.create_task(self._work())
+            if self.rounds is not None:
+                self.rounds.begin(self._storage)
 
     def _open(self) -> History:
         self._storage = self._open_root()
@@ -245,20 +262,25 @@ class Service:
         if self._machine is None or self._closed:
             return
         for action in self._machine.handle(event, time.monotonic()):
-            if isinstance(action, Answer):
-                self._answer(action)
-            else:
-                self._todo.put_nowait(action)
+            match action:
+                case Answer(call, fate):
+                    self._settled(fate)
+                    self._answer(call, fate)
+                case AskReadBack(call, shard):
+                    self._answer(call, Request(shard))
+                case _:
+                    self._todo.put_nowait(action)
         self._arm()
 
-    def _answer(self, action: Answer) -> None:
-        fate = action.fate
+    def _settled(self, fate: Fate) -> None:
         if fate.kind != "published":
             self.last_error = f"{fate.name}: {fate.reason}"
         self._timings.pop(Key(fate.attempt, fate.number), None)
-        future = self._calls.pop(action.call)
+
+    def _answer(self, call: int, reply: Reply) -> None:
+        future = self._calls.pop(call)
         if not future.done():  # its caller may be gone
-            future.set_result(fate)
+            future.set_result(reply)
 
     async def _work(self) -> None:
         """Do what the machine asks of the storage, one thing after the other, for ever."""
@@ -269,13 +291,29 @@ class Service:
             if event is not None:
                 self._note(action, event, begun)
                 self._handle(event)
-            if isinstance(event, PublishAppended) and self.upkeep is not None:
-                read_back = bool(self._options.get("read_back"))
-                self.upkeep.published(event.key, self._storage, read_back=read_back)
+            if isinstance(event, PublishAppended):
+                self._published(event.key)
             if isinstance(event, AppendFailed) and event.outcome == "fenced":
                 # Nobody may be left to hear the answers; the process's own log is.
                 logger.warning("fenced, and publishes nothing more: %s", event.reason)
                 await self._read_on()
+
+    def _published(self, key: Key) -> None:
+        if self.rounds is not None:
+            self.rounds.published(key)
+        if self.upkeep is not None:
+            read_back = bool(self._options.get("read_back"))
+            self.upkeep.published(key, self._storage, read_back=read_back)
+
+    def _rounds(self, schedule: Schedule) -> Rounds:
+        upkeep = self.upkeep
+        return Rounds(
+            schedule,
+            attempt=lambda: self.attempt,
+            busy=lambda: self.saving or bool(self.in_flight()),
+            tell=self._note_error,
+            doubt=upkeep.doubt if upkeep else lambda key: None,
+        )
 
     def _perform(self, action: StorageAction) -> Event | None:
         """Do one thing; a drill may strike before and after the one that counts."""

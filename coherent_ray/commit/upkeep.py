@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from coherent_ray.commit.events import Key
+from coherent_ray.commit.history import GenerationKey
 from coherent_ray.commit.pruning import Pruned, Pruner
 from coherent_ray.commit.retention import Policy
 from coherent_ray.errors import CoherentRayError, Interrupted
@@ -39,6 +40,7 @@ class Upkeep:
         self._tell = tell
         self.last: Pruned | None = None
         self._pruner: Pruner | None = None
+        self._doubted: set[GenerationKey] = set()
         self._stop = threading.Event()
         self._due: int | None = None
         self._tidied = 0
@@ -54,6 +56,8 @@ class Upkeep:
         """
         if self._pruner is None:
             self._pruner = Pruner(storage, self._policy, stopped=self._stop.is_set)
+            for doubted in tuple(self._doubted):
+                self._pruner.doubt(doubted)
         if read_back:
             self._pruner.trust((key.number, key.attempt))
         # Where all generations are kept, all there is to remove is what older attempts left over.
@@ -62,6 +66,15 @@ class Upkeep:
         self._due = key.attempt
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(self._pruner))
+
+    def doubt(self, key: GenerationKey) -> None:
+        """Take somebody's word that a generation was found damaged; from any thread.
+
+        Until it was read again and is whole, it replaces no other.
+        """
+        self._doubted.add(key)
+        if self._pruner is not None:
+            self._pruner.doubt(key)
 
     async def settled(self) -> None:
         """Wait until no prune is running or due."""

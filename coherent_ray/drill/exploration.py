@@ -70,10 +70,24 @@ def a_fenced_generation_is_not_worked_on(world: World) -> str | None:
     return next((asked for asked in world.asked if asked.startswith("fenced")), None)
 
 
+def nothing_is_written_down_unread(world: World) -> str | None:
+    """Where shards are read back, a manifest is asked for when every rank has read."""
+    return next((asked for asked in world.asked if asked.startswith("unread")), None)
+
+
+def what_is_published_is_what_was_acknowledged(world: World) -> str | None:
+    """Where shards are read back, a bit that turned on the way is in no published generation."""
+    if not world.bounds.reads_back:
+        return None
+    damaged = world.damaged
+    return next((p.name for p in _publishes(world) if (p.attempt, p.number) in damaged), None)
+
+
 def nothing_fails_without_a_cause(world: World) -> str | None:
-    """A generation fails by a time-out, and by nothing that the network does to words."""
+    """A generation fails by a time-out or a turned bit, and by nothing that becomes of words."""
     if world.bounds.timeouts:
-        return next((str(key) for key, kind in world.told if kind == "failed"), None)
+        failed = (key for key, kind in world.told if kind == "failed")
+        return next((str(key) for key in failed if key not in world.damaged), None)
     return None
 
 
@@ -84,6 +98,8 @@ PROPERTIES: tuple[Property, ...] = (
     an_answered_fate_never_changes,
     nothing_is_decided_before_the_last_word,
     a_fenced_generation_is_not_worked_on,
+    nothing_is_written_down_unread,
+    what_is_published_is_what_was_acknowledged,
     nothing_fails_without_a_cause,
 )
 

@@ -10,10 +10,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 from coherent_ray.commit.coordinator import Coordinator
-from coherent_ray.commit.events import AckReceived, Answer, Event, HistoryRead, StorageAction
+from coherent_ray.commit.events import (
+    AckReceived,
+    Answer,
+    AskReadBack,
+    Event,
+    HistoryRead,
+    StorageAction,
+)
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
@@ -28,13 +36,14 @@ from coherent_ray.commit.manifest import (
 )
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.pruning import Pruner
+from coherent_ray.commit.read_back import read_back
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.service import Service
 from coherent_ray.commit.testing.invariants import Witness
 from coherent_ray.digests import digest_of
 from coherent_ray.state.shards import write_shard
 from coherent_ray.storage.base import Storage
-from coherent_ray.storage.testing.faults import Crash
+from coherent_ray.storage.testing.faults import Crash, flipped
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 RUN = "miniature"
@@ -97,13 +106,21 @@ def write_and_word(
 class Process:
     """A coordinator process: it knows what the log and the ranks' calls tell it, and no more."""
 
-    def __init__(self, storage: Storage, writer: str, hear: Callable[[Fate], None]) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        writer: str,
+        hear: Callable[[Fate], None],
+        *,
+        reads_back: bool = False,
+    ) -> None:
         """Start it; it reads the log.
 
         Args:
             storage: The run's root.
             writer: Its name in the log.
             hear: Called with each answer, at the moment at which it leaves.
+            reads_back: Whether ranks read one another's shards before anything is published.
         """
         self.storage = storage
         # Its own way of reading and opening, without its loop: what it trusts, this one trusts.
@@ -111,10 +128,11 @@ class Process:
         history = self._service._open()
         self.log = self._service._log
         self.log.writer = writer
-        self.machine = Coordinator(RUN, history)
+        self.machine = Coordinator(RUN, history, read_back=reads_back)
         self._hear = hear
         self._todo: deque[StorageAction] = deque()
-        self._calls = 0
+        self._asked: deque[AskReadBack] = deque()
+        self._calls: list[Acknowledgement] = []
 
     def open(self, token: str) -> int:
         """Open an attempt as the service does, and return its number."""
@@ -124,21 +142,33 @@ class Process:
 
     def acknowledge(self, ack: Acknowledgement) -> None:
         """Take a rank's word."""
-        self._calls += 1
-        self.tell(AckReceived(ack, self._calls))
+        self._calls.append(ack)
+        self.tell(AckReceived(ack, len(self._calls)))
 
     def work(self) -> None:
-        """Do all that the machine asks of the storage."""
-        while self._todo:
+        """Do all that the machine asks of the storage, and of the ranks."""
+        while self._todo or self._asked:
+            if self._asked:
+                self._read(self._asked.popleft())
+                continue
             event = perform(self._todo.popleft(), self.storage, self.log)
             if event is not None:
                 self.tell(event)
+
+    def _read(self, asked: AskReadBack) -> None:
+        """Be the rank that is asked: read, and call again."""
+        word = self._calls[asked.call - 1]
+        header = header_of_generation(word.number, word.attempt, word.ranks)
+        read = read_back(self.storage, header, asked.shard)
+        self.acknowledge(replace(word, read_back=read))
 
     def tell(self, event: Event) -> None:
         """Hand the machine an event."""
         for action in self.machine.handle(event, 0.0):
             if isinstance(action, Answer):
                 self._hear(action.fate)
+            elif isinstance(action, AskReadBack):
+                self._asked.append(action)
             else:
                 self._todo.append(action)
 
@@ -174,6 +204,7 @@ class Run:
         self._words: dict[int, Acknowledgement] = {}
         self._rank_at_work = False
         self._before_record: Callable[[], None] | None = None
+        self._reads_back = False
 
     # --- scenes -----------------------------------------------------------------------------------
 
@@ -198,6 +229,19 @@ class Run:
         """A rank acknowledges a shard of which the storage has kept a part."""
         self._write_shards(short=1)
         self._acknowledge()
+
+    def save_read_back(self) -> None:
+        """Every rank writes, acknowledges, and reads the shard of the rank before."""
+        self._reads_back, self._process = True, None
+        try:
+            self.save()
+        finally:
+            self._reads_back, self._process = False, None
+
+    def save_flipped(self) -> None:
+        """A bit of a shard turns between its rank and the storage; the ranks read back."""
+        self._write_shards(turned=1)
+        self.save_read_back()
 
     def save_overtaken(self) -> None:
         """A rival opens an attempt when the log is read and the record not yet created."""
@@ -256,14 +300,14 @@ class Run:
 
     # --- ranks ------------------------------------------------------------------------------------
 
-    def _write_shards(self, short: int | None = None) -> None:
+    def _write_shards(self, short: int | None = None, turned: int | None = None) -> None:
         if not self._words:
             self._number += 1
         for rank in range(RANKS):
             if rank not in self._words:
                 self._rank_at_work = True
-                if rank == short:
-                    self._words[rank] = self._half_written(rank)
+                if rank in {short, turned}:
+                    self._words[rank] = self._badly_written(rank, half=rank == short)
                 else:
                     self._words[rank] = self._written(rank)
                 self._rank_at_work = False
@@ -275,11 +319,12 @@ class Run:
         self.witness.shards |= kept.files
         return ack
 
-    def _half_written(self, rank: int) -> Acknowledgement:
+    def _badly_written(self, rank: int, *, half: bool) -> Acknowledgement:
         kept = MemoryStorage()
         ack = self._write(rank, self._number, self._attempt, kept)
+        data = kept.files[ack.shard.path]
         with self.storage.open_writer(ack.shard.path) as writer:
-            writer.write(kept.files[ack.shard.path][: ack.shard.size // 2])
+            writer.write(data[: len(data) // 2] if half else flipped(data, 8 * len(data) - 3))
             writer.finish()
         return ack
 
@@ -303,7 +348,8 @@ class Run:
         storage = self.storage
         if self._before_record is not None:
             storage = cast(Storage, _BeforeRecord(storage, self._before_record))
-        return Process(storage, f"{self._name}-{self._processes}", self._hear)
+        name = f"{self._name}-{self._processes}"
+        return Process(storage, name, self._hear, reads_back=self._reads_back)
 
     def _hear(self, fate: Fate) -> None:
         self.heard.append(fate)

@@ -15,6 +15,7 @@ from typing import Any
 
 from coherent_ray import canonical
 from coherent_ray.commit import generations, history, manifest, performer
+from coherent_ray.commit.ballot import Acknowledged, Checked, Verified
 from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import Action, Answer, AppendPublish, Event, Key, WriteManifest
 from coherent_ray.commit.fates import Fate
@@ -178,6 +179,10 @@ def _record_first(original: Callable[..., list[Action]]) -> Callable[..., list[A
         return [AppendPublish(key, sealed.publish), actions[0]]
 
     return checked
+
+
+def _unread(original: Any) -> Callable[[Checked], Verified]:
+    return lambda stage: Acknowledged(stage.manifest).verified()
 
 
 def answer_first(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
@@ -360,6 +365,12 @@ BUGS: tuple[Bug, ...] = (
         "latest_is_whole",
         patches=((performer, "_problem", never("")),),
         scenes=("open", "save", "save_short"),
+    ),
+    Bug(
+        "a publish does not wait for what was read back",
+        "latest_is_whole",
+        patches=((Checked, "decide", _unread),),
+        scenes=("open", "save", "save_flipped"),
     ),
     Bug(
         "two attempts share a generation's directory",

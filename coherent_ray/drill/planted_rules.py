@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from coherent_ray.commit.ballot import Staged
+from coherent_ray.commit.ballot import Checked, Staged, Verified
 from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import Action, Key
 from coherent_ray.commit.fates import Fate
@@ -92,6 +92,19 @@ def _at_every_word(original: Callable[..., list[Action]]) -> Callable[..., list[
     return repeated
 
 
+def _none_missing(original: Any) -> property:
+    return property(lambda stage: [])
+
+
+def _all_well(original: Callable[..., Any]) -> Callable[[Checked], Verified | Fate | None]:
+    def decide(stage: Checked) -> Verified | Fate | None:
+        read = {rank: replace(word, problems=()) for rank, word in stage.read.items()}
+        result: Verified | Fate | None = original(replace(stage, read=read))
+        return result
+
+    return decide
+
+
 _REPEATED: tuple[Patch, ...] = (
     (History, "record_of", never(None)),
     (Standing, "_refuse_publish", any_attempt),
@@ -138,6 +151,18 @@ RULES: tuple[Rule, ...] = (
         "nothing_fails_without_a_cause",
         Bounds(attempts=1, crashes=0, losses=0, doubles=1),
         ((Coordinator, "_repeated", _at_every_word),),
+    ),
+    Rule(
+        "the manifest does not wait for the last read-back",
+        "nothing_is_written_down_unread",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=0, reads_back=True),
+        ((Checked, "unread", _none_missing),),
+    ),
+    Rule(
+        "what was read back is not looked at",
+        "what_is_published_is_what_was_acknowledged",
+        Bounds(attempts=1, crashes=0, losses=0, doubles=0, reads_back=True, flips=1),
+        ((Checked, "decide", _all_well),),
     ),
     Rule(
         "a publish record is not looked for before it is written",

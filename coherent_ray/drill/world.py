@@ -15,12 +15,13 @@ import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
-from coherent_ray.commit.ballot import Staged
+from coherent_ray.commit.ballot import Acknowledged, Checked, Stage, Staged
 from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import (
     AckReceived,
     Answer,
     AppendPublish,
+    AskReadBack,
     CheckShards,
     Event,
     HistoryRead,
@@ -28,13 +29,16 @@ from coherent_ray.commit.events import (
     RefreshHint,
     StorageAction,
     Tick,
+    WriteManifest,
 )
 from coherent_ray.commit.history import History
 from coherent_ray.commit.log import CommitLog, record_path
 from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.commit.performer import perform
-from coherent_ray.drill.miniature import RUN, write_and_word
+from coherent_ray.commit.read_back import read_back
+from coherent_ray.drill.miniature import RUN, header_of_generation, write_and_word
 from coherent_ray.storage.base import Entry
+from coherent_ray.storage.testing.faults import flipped
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 COORDINATORS = 2
@@ -51,6 +55,10 @@ class Bounds:
     losses: int = 1
     doubles: int = 1
     timeouts: int = 1
+    reads_back: bool = False
+    """Whether ranks read one another's shards before anything is published."""
+    flips: int = 0
+    """Bits that turn between a rank and the storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +69,9 @@ class Member:
     number: int
     rank: int
     phase: str = "computes"
-    """``computes``, ``waits``, or the fate that it heard."""
+    """``computes``, ``waits``, ``reads``, or the fate that it heard."""
+    has_read: bool = False
+    """Whether it has read another's shard, and says so from then on."""
 
     @property
     def key(self) -> Key:
@@ -85,7 +95,12 @@ class Office:
         """All that decides what it will do."""
         machine = self.machine
         stages = [
-            (key, type(stage).__name__, tuple(sorted(getattr(stage, "votes", ()))))
+            (
+                key,
+                type(stage).__name__,
+                tuple(sorted(getattr(stage, "votes", ()))),
+                tuple(sorted(getattr(stage, "read", ()))),
+            )
             for key, stage in sorted(machine._stages.items())
         ]
         return (
@@ -100,7 +115,9 @@ class Office:
 
 
 Message = tuple[str, int, object]
-"""``("word", member, office)`` or ``("answer", member, kind)``."""
+"""``("word", member, office)``, ``("read", member, office)`` where it has read a shard before, or
+``("answer", member, kind)``, where the kind of a request to read is `READ`."""
+READ = "read"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -118,6 +135,14 @@ class World:
     asked: tuple[str, ...] = ()
     """What was asked for that must not be, in words; the machine's own rules."""
 
+    turned: frozenset[tuple[Key, int]] = frozenset()
+    """Shards, by generation and rank, of which a bit turned on the way to the storage."""
+
+    @property
+    def damaged(self) -> set[Key]:
+        """The generations of which a bit has turned."""
+        return {key for key, _ in self.turned}
+
     @property
     def identity(self) -> tuple[object, ...]:
         """What makes this world another one; the hint, which nobody believes, does not."""
@@ -125,8 +150,8 @@ class World:
         records = tuple(record.digest for record in self.history.records)
         offices = tuple(office.identity if office else None for office in self.offices)
         network = tuple(sorted(self.network, key=repr))
-        told = frozenset(self.told)
-        return (self.bounds, named, records, offices, self.members, network, told, self.asked)
+        seen = (self.told, self.asked, self.turned)
+        return (self.bounds, named, records, offices, self.members, network, seen)
 
     def next(self) -> Iterator[tuple[str, World]]:
         """Yield everything that may happen now: in words, and what the world is then."""
@@ -144,8 +169,8 @@ class World:
         if office is None:
             if index and self.offices[0] is None:
                 return  # the two places are alike
-            read = Office(Coordinator(RUN, self.history))
-            yield f"coordinator {index} starts", self._seat(index, read)
+            machine = Coordinator(RUN, self.history, read_back=bounds.reads_back)
+            yield f"coordinator {index} starts", self._seat(index, Office(machine))
             return
         if bounds.crashes:
             fewer = replace(self, bounds=replace(bounds, crashes=bounds.crashes - 1))
@@ -208,7 +233,12 @@ class World:
                 told.add((Key(action.fate.attempt, action.fate.number), action.fate.kind))
                 network.append(("answer", action.call, action.fate.kind))
                 continue
+            if isinstance(action, AskReadBack):
+                network.append(("answer", action.call, READ))
+                continue
             todo.append(action)
+            if isinstance(action, WriteManifest) and self.bounds.reads_back:
+                asked += self._unread(action.key)
             if isinstance(action, CheckShards):
                 asked += self._too_early(machine, action.key, office)
         seated = replace(office, machine=machine, todo=tuple(todo))
@@ -218,11 +248,23 @@ class World:
 
     def _all_heard(self) -> World:
         """Let every answer arrive: where none can be lost, when it does makes no difference."""
-        world = replace(self, network=tuple(m for m in self.network if m[0] == "word"))
-        for kind, member, fate in self.network:
-            if kind == "answer" and self.members[member].phase == "waits":
-                world = world._now(member, str(fate))
+        world = replace(self, network=tuple(m for m in self.network if m[0] != "answer"))
+        for kind, member, what in self.network:
+            if kind == "answer":
+                world = world._answered(member, str(what))
         return world
+
+    def _answered(self, index: int, what: str) -> World:
+        """Let a rank hear an answer; one to a call that it has repeated since tells it nothing."""
+        member = self.members[index]
+        if member.phase != "waits" or (what == READ and member.has_read):
+            return self
+        return self._now(index, "reads" if what == READ else what)
+
+    def _unread(self, key: Key) -> Iterator[str]:
+        unread = [m.rank for m in self.members if m.key == key and not m.has_read]
+        if unread:
+            yield f"unread: {key} is written down before ranks {unread} have read"
 
     def _too_early(self, machine: Coordinator, key: Key, office: Office) -> Iterator[str]:
         if key.attempt < machine.attempt:
@@ -237,15 +279,28 @@ class World:
         member = self.members[index]
         who = f"rank {member.rank} of {member.key}"
         if member.phase == "computes":
-            files = self.files | _shard(member.rank, *member.key, self.bounds.ranks)[1]
-            yield from replace(self, files=files)._calls(index, f"{who} writes and calls")
+            files = _shard(member.rank, *member.key, self.bounds.ranks)[1]
+            written = replace(self, files=self.files | files)
+            yield from written._calls(index, f"{who} writes and calls")
+            if self.bounds.flips:
+                bounds = replace(self.bounds, flips=self.bounds.flips - 1)
+                wrong = {path: flipped(data, -3) for path, data in files.items()}
+                turned = self.turned | {(member.key, member.rank)}
+                spoilt = replace(self, files=self.files | wrong, bounds=bounds, turned=turned)
+                yield from spoilt._calls(index, f"{who} writes, a bit turns, it calls")
+        elif member.phase == "reads":
+            members = list(self.members)
+            members[index] = replace(member, has_read=True)
+            read = replace(self, members=tuple(members))
+            yield from read._calls(index, f"{who} reads and calls")
         elif self._forgotten(index):
             yield from self._calls(index, f"{who} calls again")
 
     def _calls(self, index: int, what: str) -> Iterator[tuple[str, World]]:
         for place, office in enumerate(self.offices):
             if office is not None:
-                word: Message = ("word", index, place)
+                kind = "read" if self.members[index].has_read else "word"
+                word: Message = (kind, index, place)
                 sent = replace(self, network=(*self.network, word))
                 yield f"{what} {place}", sent._now(index, "waits")
 
@@ -255,7 +310,7 @@ class World:
             return False
         on_its_way = any(message[1] == index for message in self.network)
         kept = any(
-            index in calls
+            index in {call.number for call in calls}
             for office in self.offices
             if office is not None
             for calls in office.machine._waiting.values()
@@ -272,8 +327,7 @@ class World:
             fewer = replace(bounds, losses=bounds.losses - 1)
             yield f"a lost {kind}", replace(left, bounds=fewer)
         if kind == "answer":
-            phase = self.members[index].phase
-            yield f"rank hears {what}", left._now(index, str(what)) if phase == "waits" else left
+            yield f"rank hears {what}", left._answered(index, str(what))
             return
         assert isinstance(what, int)
         office = self.offices[what]
@@ -281,7 +335,7 @@ class World:
             yield "a word reaches nobody", left
             return
         member = self.members[index]
-        ack = _shard(member.rank, *member.key, bounds.ranks)[0]
+        ack = self._word(member, has_read=kind == "read")
         told = replace(office, words=office.words | {(member.key, member.rank)})
         if ack.attempt > told.machine.attempt:  # as the service does
             left = left._hear(what, told, HistoryRead(self.history))
@@ -295,6 +349,17 @@ class World:
             yield f"doubled word at {what}", heard
 
     # --- leaves -----------------------------------------------------------------------------------
+
+    def _word(self, member: Member, *, has_read: bool) -> Acknowledgement:
+        ranks = self.bounds.ranks
+        ack = _shard(member.rank, *member.key, ranks)[0]
+        if not has_read:
+            return ack
+        storage = MemoryStorage()
+        storage.files = self.files
+        shard = _shard((member.rank - 1) % ranks, *member.key, ranks)[0].shard
+        header = header_of_generation(member.number, member.attempt, ranks)
+        return replace(ack, read_back=read_back(storage, header, shard))
 
     def _seat(self, index: int, office: Office | None) -> World:
         offices = list(self.offices)
@@ -349,12 +414,19 @@ def _copied(machine: Coordinator) -> Coordinator:
     made = copy.copy(machine)
     made._published = dict(machine._published)
     made._refused = dict(machine._refused)
-    made._stages = {
-        key: replace(stage, votes=dict(stage.votes)) if isinstance(stage, Staged) else stage
-        for key, stage in machine._stages.items()
-    }
+    made._stages = {key: _copied_stage(stage) for key, stage in machine._stages.items()}
     made._waiting = {key: list(calls) for key, calls in machine._waiting.items()}
     return made
+
+
+def _copied_stage(stage: Stage) -> Stage:
+    match stage:
+        case Staged():
+            return replace(stage, votes=dict(stage.votes), read=dict(stage.read))
+        case Acknowledged() | Checked():
+            return replace(stage, read=dict(stage.read))
+        case _:
+            return stage
 
 
 @functools.cache

@@ -101,6 +101,13 @@ class LocalStorage:
         except NotFound:
             return None
 
+    def forget(self, path: str, start: int = 0, length: int = 0) -> None:
+        """Ask the page cache to forget a range of a file; see `Cached.forget`."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        with suppress(StorageError, OSError), self._open(path) as file:
+            os.posix_fadvise(file, start, length, os.POSIX_FADV_DONTNEED)
+
     def list(self, prefix: str = "") -> Iterator[Entry]:
         """Yield the files under a directory, in order of path; see `Storage.list`."""
         return self._walk(_names(prefix))

@@ -16,6 +16,8 @@ from typing import Any, Literal
 import ray
 
 from coherent_ray.commit.retention import Policy
+from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
+from coherent_ray.commit.scrubbing import Schedule
 from coherent_ray.commit.service import Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
@@ -38,6 +40,8 @@ class CoordinatorActor:
         read_back: bool,
         keep: int | None = None,
         keep_every: int | None = None,
+        scrub_every_s: float | None = None,
+        scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
         storage: dict[str, Any] | None = None,
     ) -> None:
         """Remember the arguments; the log is read by the first call.
@@ -46,9 +50,11 @@ class CoordinatorActor:
             run_id: The run.
             root: The run's root, as this process can reach it.
             ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
-            read_back: Read every shard again before its generation is published.
+            read_back: Have every shard read again before its generation is published.
             keep: Whole generations that pruning keeps; None: all.
             keep_every: Updates of which it keeps one generation for ever; None: of none.
+            scrub_every_s: Seconds within which each generation is read again; None: never.
+            scrub_bytes_per_s: Bytes a second that this reads at most.
             storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as this
                 process's environment says.
         """
@@ -59,12 +65,15 @@ class CoordinatorActor:
             "read_back": read_back,
             "keep": keep,
             "keep_every": keep_every,
+            "scrub_every_s": scrub_every_s,
+            "scrub_bytes_per_s": scrub_bytes_per_s,
             "storage": dict(storage or {}),
         }
         self._service = Service(
             run_id,
             self._open_root,
             retention=Policy(keep, keep_every),
+            scrub=Schedule(scrub_every_s, scrub_bytes_per_s) if scrub_every_s else None,
             hook=hooks.installed(),
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
@@ -107,21 +116,23 @@ class CoordinatorActor:
         attempt = await self._service.open_attempt(token)
         if attempt > before:
             self._wish = "none"
+            self._service.saving = False
         return attempt
 
     async def acknowledge(self, ack: bytes) -> dict[str, Any]:
         """Take a rank's word that its shard is durable, and return the generation's fate.
 
-        The answer comes when the fate is known, which may take as long as the slowest rank.
+        The answer comes when the fate is known, which may take as long as the slowest rank; or
+        before, where the rank must read another one's shard back and call again.
 
         Args:
             ack: An `Acknowledgement`'s canonical JSON.
 
         Returns:
-            A `Fate`, as `Fate.to_json` gives it.
+            A `Fate`, or a `Request`, as `to_json` gives it.
         """
-        fate = await self._service.acknowledge(ack)
-        return fate.to_json()
+        reply = await self._service.acknowledge(ack)
+        return reply.to_json()
 
     async def withdraw(self, attempt: int, number: int, rank: int, reason: str) -> None:
         """Take a rank's word that it will never acknowledge a generation; none waits for it then.
@@ -159,6 +170,7 @@ class CoordinatorActor:
             ``{"wish": "none" | "save" | "stop"}``. A wish to save is handed out once.
         """
         self._progress = progress
+        self._service.saving = bool(progress.get("saving"))
         wish = self._wish
         if wish == "save":
             self._wish = "none"
@@ -225,6 +237,7 @@ class CoordinatorActor:
             ``run_id``, ``attempt``, ``degraded``, ``progress`` (as last reported), ``wish``,
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
+            ``scrub`` (``damaged``: what the last scrub found; None: there is no schedule),
             ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told),
             ``whereabouts`` (a `Whereabouts.summary`), ``failures`` (``count`` and ``last``) and
             ``owner`` (an `Owner`; None: nobody has said).
@@ -235,6 +248,7 @@ class CoordinatorActor:
             "generation": self._service.generation,
             "in_flight": self._service.in_flight(),
             "last_error": self._service.last_error,
+            "scrub": rounds.status() if (rounds := self._service.rounds) else None,
             "whereabouts": self._whereabouts.summary(time.monotonic()),
             "failures": self._failures,
             "owner": self._owner,

@@ -39,6 +39,11 @@ class Boundaries:
         """Seconds that training stood still, a save of this attempt."""
         return self._saver.stalls_s
 
+    @property
+    def saving(self) -> bool:
+        """Whether a save goes on behind the training."""
+        return self._saver.in_flight
+
     def save(self, position: DataPosition, state: State) -> None:
         """Begin a generation; the save before it is settled first.
 

@@ -13,8 +13,8 @@ from typing import Any
 import ray
 
 from coherent_ray.commit import manifest as records
-from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.errors import ClusterError
 from coherent_ray.train import coordinators
 
@@ -43,9 +43,9 @@ class Line:
         self._answer: Any = None
         self._wish = 0
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
-        """Hand in that a shard is durable, and wait for the generation's fate."""
-        return Fate.from_json(ray.get(self._handle.acknowledge.remote(records.dump(word))))
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        """Hand in that a shard is durable, and wait for what the coordinator replies."""
+        return reply_from_json(ray.get(self._handle.acknowledge.remote(records.dump(word))))
 
     def withdraw(self, number: int, reason: str) -> None:
         """Say that this rank will never acknowledge a generation; does not wait."""

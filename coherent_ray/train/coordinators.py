@@ -16,6 +16,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from coherent_ray.commit.coordinator import ACK_TIMEOUT_S
+from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError
 from coherent_ray.train.actor import CoordinatorActor
@@ -45,6 +46,8 @@ def connect(
     read_back: bool = False,
     keep: int | None = None,
     keep_every: int | None = None,
+    scrub_every_s: float | None = None,
+    scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
     storage: dict[str, Any] | None = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
     actor: type[CoordinatorActor] | None = None,
@@ -58,9 +61,11 @@ def connect(
         run_id: The run.
         root: The run's root, absolute, reachable from the head node under this very name.
         ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
-        read_back: Read every shard again before its generation is published.
+        read_back: Have every shard read again before its generation is published.
         keep: Whole generations that pruning keeps; None: all.
         keep_every: Updates of which it keeps one generation for ever; None: of none.
+        scrub_every_s: Seconds within which each generation is read again; None: never.
+        scrub_bytes_per_s: Bytes a second that this reads at most.
         storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as the head
             node's environment says.
         timeout_s: Seconds to wait for the actor.
@@ -74,6 +79,8 @@ def connect(
         "read_back": read_back,
         "keep": keep,
         "keep_every": keep_every,
+        "scrub_every_s": scrub_every_s,
+        "scrub_bytes_per_s": scrub_bytes_per_s,
         "storage": dict(storage or {}),
     }
     actor = actor or CoordinatorActor
@@ -109,6 +116,8 @@ def connect_for(config: Config, run_id: str, actor: type[CoordinatorActor] | Non
         read_back=checkpoint.verify == "read_back",
         keep=checkpoint.keep,
         keep_every=checkpoint.keep_every,
+        scrub_every_s=checkpoint.scrub_every_s,
+        scrub_bytes_per_s=checkpoint.scrub_bytes_per_s,
         storage=asdict(config.storage.options),
         actor=actor,
     )

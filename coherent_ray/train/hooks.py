@@ -9,6 +9,7 @@ actor begins. It may take as long as it likes: whoever reaches the point waits.
 | `save:begin`, `save:acknowledge` | every rank's writer | no shard yet; the shard is durable |
 | `shard:begun`, `shard:half-written` | every rank's writer | as they say |
 | `shard:unsynced`, `shard:written` | every rank's writer | as they say |
+| `save:read_back` | every rank's writer, if asked to | another rank's shard is not read yet |
 | `publish:begin@N`, `publish:end@N` | coordinator | before, after the record that publishes N |
 """
 

@@ -79,6 +79,7 @@ class Progress:
                 **self.metrics,
                 "saves": [describe(saved) for saved in saves],
                 "stalls_s": stalls,
+                "saving": boundaries.saving,
                 "ended": ended,
                 "notes": list(self._notes),
             }

@@ -98,4 +98,4 @@ def _look(
 
 def _damages(storage: Storage, manifest: Manifest, *, deep: bool) -> Iterator[Damage]:
     for shard in manifest.shards:
-        yield from shard_damage(storage, manifest, shard, deep=deep)
+        yield from shard_damage(storage, manifest.header, shard, deep=deep)

@@ -1,16 +1,17 @@
 """One rank's saves: snapshot now, everything else behind training, the fate at the next boundary.
 
 `Saver.begin` stalls training for one copy of this rank's part of the state (and for the last
-save, if that is still in flight). The thread behind writes the shard, acknowledges it, and so
-learns the generation's fate. Ranks act on a fate only where all of them look at it: at the next
-save, or at the end. So all of them count the same failures and stop at the same boundary.
+save, if that is still in flight). The thread behind writes the shard, acknowledges it, reads
+another rank's back where it is asked to, and so learns the generation's fate. Ranks act on a fate
+only where all of them look at it: at the next save, or at the end. So all of them count the same
+failures and stop at the same boundary.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
@@ -22,6 +23,7 @@ from coherent_ray.commit.manifest import (
     GenerationHeader,
     ShardRecord,
 )
+from coherent_ray.commit.read_back import Reply, Request, read_back
 from coherent_ray.config import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
@@ -37,8 +39,11 @@ from coherent_ray.train.hooks import Hook, reach
 class Coordination(Protocol):
     """A rank's line to whoever decides what is published."""
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
-        """Hand in that a shard is durable, and wait for the generation's fate."""
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        """Hand in that a shard is durable, and wait for the generation's fate.
+
+        Or for the request to read another rank's shard back first, and to call again.
+        """
 
     def withdraw(self, number: int, reason: str) -> None:
         """Say that this rank will never acknowledge a generation, and why."""
@@ -160,6 +165,11 @@ class Saver:
         """Whether a save is in flight or its fate was not looked at."""
         return self._pending is not None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether the fate of a save is not known yet."""
+        return self._pending is not None and not self._pending.done()
+
     def close(self) -> None:
         """Let the save in flight finish, and end the thread."""
         self._writer.close()
@@ -173,7 +183,7 @@ class Saver:
         try:
             shard = self._write(boundary)
             size = shard.size
-            fate = self._line.acknowledge(self._word(boundary, shard))
+            fate = self._acknowledge(self._word(boundary, shard), header)
         except Exception as error:
             fate = self._published(header) or self._failed(header, error)
         durable = time.monotonic() - begun + stall
@@ -199,6 +209,21 @@ class Saver:
         )
         reach(self._hook, "save:acknowledge")
         return shard
+
+    def _acknowledge(self, word: Acknowledgement, header: GenerationHeader) -> Fate:
+        """Hand in the word, read back what the coordinator asks for, and return the fate."""
+        reply = self._line.acknowledge(word)
+        if isinstance(reply, Request):
+            reach(self._hook, "save:read_back")
+            read = read_back(self._storage, header, reply.shard)
+            # The same word with more in it: a coordinator that knows nothing needs no other.
+            reply = self._line.acknowledge(replace(word, read_back=read))
+        if isinstance(reply, Request):
+            raise SaveFailed(
+                "the coordinator asked for the same read-back twice",
+                where=f"generation {records.generation_name(word.number, word.attempt)}",
+            )
+        return reply
 
     def _write_receipts(self, path: str, data: bytes) -> None:
         if len(data) > RECEIPTS_BYTES:

@@ -14,6 +14,7 @@ from typing import Any
 import ray
 from ray.util import placement_group_table
 
+from coherent_ray.commit.findings import finding_from_json
 from coherent_ray.config import Cluster
 from coherent_ray.train.whereabouts import Silence
 
@@ -66,6 +67,7 @@ class Watch:
         """Of the worker group: how many, and the last one in words."""
         self.training = False
         """Whether workers of the newest attempt were admitted."""
+        self._told_damage: set[tuple[str, str]] = set()
 
     def look(self, status: dict[str, Any] | None) -> Iterator[str]:
         """Yield what there is to say.
@@ -89,6 +91,7 @@ class Watch:
         if status is None:
             return
         yield from self._failed(status["failures"])
+        yield from self._damaged(status.get("scrub") or {})
         if self.training:
             facts = status["whereabouts"]
             if facts and facts["attempt"] == attempt and (words := self._silence.words(facts)):
@@ -130,6 +133,19 @@ class Watch:
             yield f"{failures['last']}; {count}, the workers start again"
         elif failures["count"] <= allowed:
             yield f"{failures['last']}; {count} of {allowed} allowed, the workers start again"
+
+    def _damaged(self, scrub: dict[str, Any]) -> Iterator[str]:
+        """Say what a scrub has found, once a scrub."""
+        for value in scrub.get("damaged", ()):
+            scrubbed = (value["generation"], value["at"])
+            if scrubbed in self._told_damage:
+                continue
+            self._told_damage.add(scrubbed)
+            words = finding_from_json(value).words()
+            yield (
+                f"scrub: {words}. Training goes on; `coherent-ray verify RUN@{scrubbed[0]}` names "
+                "all of it and what to do"
+            )
 
     def _admission(self, open_s: float) -> Iterator[str]:
         if open_s < self._unadmitted_s:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 from published import RUN_ID, flip
 
 from coherent_ray import canonical
+from coherent_ray.commit.findings import finding_of, write_findings
 from coherent_ray.commit.manifest import Manifest, load
 from coherent_ray.commit.records import PinBody, RetireBody
+from coherent_ray.errors import ShardDamaged
 
 
 def test_ls_tells_every_generation(call, published):
@@ -124,6 +128,23 @@ def test_show_as_json_has_the_whole_manifest(call, published):
     value = call("show", published.root, "--json").json
     data = (published.root / "generations/g3-a2/manifest.json").read_bytes()
     assert load(Manifest, canonical.dump(value["manifest"])) == load(Manifest, data)
+
+
+def test_show_tells_what_the_last_scrub_found(call, published):
+    """A note, and no more: what it says changes neither the exit code nor the other lines."""
+    assert ["last", "scrub", "-"] in call("show", published.root).rows()
+    assert call("show", published.root, "--json").json["scrub"] is None
+    at = datetime(2026, 5, 4, 12, 0, 0, tzinfo=UTC)
+    damage = ShardDamaged("block 3 is bad", where="generations/g2-a1/s", details={"block": 3})
+    name = call("show", published.root, "--json").json["generation"]
+    write_findings(published.storage, [finding_of(name, [damage], at)])
+    done = call("show", published.root)
+    assert done.code == 0
+    words = f"last scrub 2026-05-04T12:00:00+00:00: {name} is damaged: generations/g2-a1/s"
+    assert words in " ".join(done.out.split())
+    assert call("show", published.root, "--json").json["scrub"]["faults"][0]["facts"]["block"] == 3
+    published.storage.replace("scrub.json", b"{torn")
+    assert call("show", published.root, "--json").json["scrub"] is None
 
 
 def test_show_lists_tensors_when_asked(call, published):

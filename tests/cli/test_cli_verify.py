@@ -69,7 +69,7 @@ def test_damage_in_words(call, published):
         (lambda path: path.write_bytes(b""), "size"),
     ],
 )
-@pytest.mark.parametrize("options", [[], ["--quick"]])
+@pytest.mark.parametrize("options", [[], ["--deep"], ["--quick"]])
 def test_harm_to_a_shard(call, published, harm, kind, options):
     harm(shard(published, "g3-a2", 2, 3))
     done = call("verify", published.root, "--json", *options)

@@ -6,12 +6,21 @@ one machine, one storage, and every step of I/O taken only when the test says so
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections import deque
 from typing import Any
 
 from coherent_ray.commit.coordinator import Coordinator
-from coherent_ray.commit.events import AckReceived, Answer, Event, HistoryRead, StorageAction, Tick
+from coherent_ray.commit.events import (
+    AckReceived,
+    Answer,
+    AskReadBack,
+    Event,
+    HistoryRead,
+    StorageAction,
+    Tick,
+)
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.history import History
 from coherent_ray.commit.log import CommitLog
@@ -29,6 +38,8 @@ from coherent_ray.commit.manifest import (
     load,
 )
 from coherent_ray.commit.performer import perform
+from coherent_ray.commit.read_back import Request, read_back
+from coherent_ray.commit.service import Service
 from coherent_ray.commit.testing.invariants import Witness, latest_is_whole, the_log_chain_holds
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.storage.base import Storage
@@ -134,7 +145,10 @@ class Shell:
         self.machine = Coordinator(run_id, self.log.settled(), **options)
         self.todo: deque[StorageAction] = deque()
         self.answers: dict[int, Fate] = {}
-        self.calls = 0
+        self.asked: deque[AskReadBack] = deque()
+        self.words: list[Acknowledgement] = []
+        self.follows: dict[int, int] = {}
+        """The call that a rank made first, by the one that it made after it was asked to read."""
 
     def open(self, token: str) -> int:
         """Open an attempt, as the actor does."""
@@ -144,9 +158,9 @@ class Shell:
 
     def acknowledge(self, ack: Acknowledgement, now: float = 0.0) -> int:
         """Begin an acknowledgement call, and return its number."""
-        self.calls += 1
-        self.tell(AckReceived(ack, self.calls), now)
-        return self.calls
+        self.words.append(ack)
+        self.tell(AckReceived(ack, len(self.words)), now)
+        return len(self.words)
 
     def tell(self, event: Event, now: float = 0.0) -> None:
         """Hand the machine an event; answers arrive, I/O is queued."""
@@ -154,6 +168,9 @@ class Shell:
             if isinstance(action, Answer):
                 assert action.call not in self.answers, "a call was answered twice"
                 self.answers[action.call] = action.fate
+                self.answers[self.follows.get(action.call, action.call)] = action.fate
+            elif isinstance(action, AskReadBack):
+                self.asked.append(action)
             else:
                 self.todo.append(action)
 
@@ -165,10 +182,23 @@ class Shell:
             self.tell(event)
         return action
 
+    def read(self, now: float = 0.0) -> Acknowledgement:
+        """Be the next rank that was asked to read; return what it says then."""
+        asked = self.asked.popleft()
+        word = self.words[asked.call - 1]
+        header = Ranks(word.ranks, word.number, word.attempt).header
+        again = dataclasses.replace(word, read_back=read_back(self.storage, header, asked.shard))
+        self.follows[len(self.words) + 1] = asked.call
+        self.acknowledge(again, now)
+        return again
+
     def run(self) -> None:
         """Do all I/O until nothing is asked for."""
-        while self.todo:
-            self.step()
+        while self.todo or self.asked:
+            if self.asked:
+                self.read()
+            else:
+                self.step()
 
     def tick(self, now: float) -> None:
         """Let time pass."""
@@ -179,6 +209,16 @@ class Shell:
         calls = [self.acknowledge(group.ack(rank)) for rank in range(group.ranks)]
         self.run()
         return [self.answers[call] for call in calls]
+
+
+async def acknowledged(service: Service, storage: Storage, group: Ranks, rank: int) -> Fate:
+    """Be a rank that has written: call, read back where it is asked to, and hear the fate."""
+    reply = await service.acknowledge(dump(group.ack(rank)))
+    if isinstance(reply, Request):
+        read = await asyncio.to_thread(read_back, storage, group.header, reply.shard)
+        reply = await service.acknowledge(dump(group.ack(rank, read_back=read)))
+    assert isinstance(reply, Fate)
+    return reply
 
 
 def check_published_is_whole(storage: Storage) -> History:

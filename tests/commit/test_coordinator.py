@@ -326,7 +326,7 @@ def machine_after_acks() -> Coordinator:
     machine = Coordinator(RUN, opened())
     for rank in range(3):
         actions = machine.handle(AckReceived(RANKS.ack(rank), rank), 0.0)
-    assert actions == [CheckShards(KEY, tuple(RANKS.shard(rank) for rank in range(3)), False)]
+    assert actions == [CheckShards(KEY, tuple(RANKS.shard(rank) for rank in range(3)))]
     return machine
 
 

@@ -16,7 +16,7 @@ from ranks import Ranks, Shell, check_published_is_whole
 
 from coherent_ray.commit.events import AppendPublish
 from coherent_ray.commit.fates import Fate
-from coherent_ray.commit.manifest import manifest_path
+from coherent_ray.commit.manifest import Acknowledgement, manifest_path
 from coherent_ray.storage.testing.faults import Crash, Effect, Fault, FaultyStorage
 from coherent_ray.storage.testing.memory import MemoryStorage
 
@@ -53,12 +53,18 @@ AT_START = 5
 # --- one coordinator, killed anywhere -------------------------------------------------------------
 
 
-def save_and_listen(storage: FaultyStorage, answered: dict[int, Fate]) -> None:
-    """Let all ranks call, and note each rank's answer as soon as it is there."""
+def save_and_listen(
+    storage: FaultyStorage, answered: dict[int, Fate], said: dict[int, Acknowledgement]
+) -> None:
+    """Let all ranks call, and note each rank's last word, and its answer as soon as it is there."""
     shell = Shell(storage, read_back=True)
     calls = {rank: shell.acknowledge(RANKS.ack(rank)) for rank in range(3)}
-    while shell.todo:
-        shell.step()
+    while shell.todo or shell.asked:
+        if shell.asked:
+            word = shell.read()
+            said[word.rank] = word
+        else:
+            shell.step()
         answered |= {r: shell.answers[c] for r, c in calls.items() if c in shell.answers}
 
 
@@ -67,15 +73,14 @@ def test_killed_at_any_call_the_same_generation_completes(at: int, effect: Effec
     storage = prepared()
     faulty = FaultyStorage(storage, [Fault(effect, at=at)])
     answered: dict[int, Fate] = {}
+    said = {rank: RANKS.ack(rank) for rank in range(3)}
     with pytest.raises(Crash):
-        save_and_listen(faulty, answered)
+        save_and_listen(faulty, answered, said)
     before = check_published_is_whole(storage)
 
     # Ray calls again whatever was not answered; the new process knows only the log.
     second = Shell(storage, read_back=True)
-    repeated = {
-        rank: second.acknowledge(RANKS.ack(rank)) for rank in range(3) if rank not in answered
-    }
+    repeated = {rank: second.acknowledge(said[rank]) for rank in range(3) if rank not in answered}
     second.run()
     assert all(second.answers[call] == PUBLISHED for call in repeated.values())
     assert all(fate == PUBLISHED for fate in answered.values())

@@ -24,11 +24,15 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.storage = MemoryStorage()
-        self.shells = [Shell(self.storage, ack_timeout_s=60.0)]
+        self.shells = [self.shell()]
         self.shells[0].open("0")
         self.attempt, self.number, self.now = 1, 0, 0.0
         self.told: dict[str, set[str]] = {}
         self.new_generation()
+
+    def shell(self) -> Shell:
+        """A coordinator; some read back and others do not, as after a change of configuration."""
+        return Shell(self.storage, ack_timeout_s=60.0, read_back=self.random.random() < 0.5)
 
     def new_generation(self) -> None:
         self.number += 1
@@ -61,7 +65,9 @@ class World:
 
     def shell_steps(self) -> None:
         shell = self.random.choice(self.shells)
-        if shell.todo:
+        if shell.asked:
+            shell.read(self.now)
+        elif shell.todo:
             shell.step()
 
     def shell_fails(self) -> None:
@@ -79,12 +85,12 @@ class World:
         if dead.todo and self.random.random() < 0.5:
             dead.step(lose_event=True)
         self.shells.remove(dead)
-        self.shells = self.shells or [Shell(self.storage, ack_timeout_s=60.0)]
+        self.shells = self.shells or [self.shell()]
         self.waiting = {r: (s, c) for r, (s, c) in self.waiting.items() if s is not dead}
 
     def twin_rises(self) -> None:
         if len(self.shells) < 3:
-            self.shells.append(Shell(self.storage, ack_timeout_s=60.0))
+            self.shells.append(self.shell())
 
     def attempt_opens(self) -> None:
         shell = self.random.choice(self.shells)

@@ -154,7 +154,7 @@ def test_a_manifest_is_what_was_published(run: Run) -> None:
     publish = run.generations.find("g3")
     manifest = run.generations.manifest(publish)
     assert (manifest.header.number, manifest.header.attempt, len(manifest.shards)) == (3, 2, 3)
-    assert tensors_in(manifest, manifest.shards[0], 1)
+    assert tensors_in(manifest.header, manifest.shards[0], 1)
 
 
 def test_any_bit_that_flips_in_a_manifest_is_found(run: Run) -> None:

@@ -57,7 +57,7 @@ def test_a_blocks_tensors_are_those_that_own_its_bytes(ranks: int) -> None:
         for block in range(len(shard.blocks)):
             owners = [byte_owner(shard, at) for at in range(*block_range(shard, block))]
             names = list(dict.fromkeys(owner for owner in owners if owner))
-            assert tensors_in(manifest, shard, block) == names
+            assert tensors_in(manifest.header, shard, block) == names
 
 
 def test_any_range_of_a_shard() -> None:
@@ -65,7 +65,7 @@ def test_any_range_of_a_shard() -> None:
         for stop in range(start + 1, FIRST.size + 1, 7):
             owners = [byte_owner(FIRST, at) for at in range(start, stop)]
             names = list(dict.fromkeys(owner for owner in owners if owner))
-            assert tensors_between(MANIFEST, FIRST, start, stop) == names
+            assert tensors_between(MANIFEST.header, FIRST, start, stop) == names
 
 
 def test_empty_tensors_own_no_bytes() -> None:
@@ -82,8 +82,8 @@ def test_empty_tensors_own_no_bytes() -> None:
     )
     header = dataclasses.replace(GROUP.header, layout=layout, ranks=1)
     manifest = Manifest(header, digest_of(b""), (shard,))
-    assert tensors_in(manifest, shard, 0) == ["b"]
-    assert tensors_between(manifest, shard, 0, HEADER_BYTES) == []
+    assert tensors_in(manifest.header, shard, 0) == ["b"]
+    assert tensors_between(manifest.header, shard, 0, HEADER_BYTES) == []
 
 
 # --- what is wrong --------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_a_whole_shard_has_no_damage() -> None:
     storage = written()
     for shard in MANIFEST.shards:
         for deep in (True, False):
-            assert shard_damage(storage, MANIFEST, shard, deep=deep) == []
+            assert shard_damage(storage, MANIFEST.header, shard, deep=deep) == []
 
 
 def test_every_flipped_bit_is_found_and_named() -> None:
@@ -101,7 +101,7 @@ def test_every_flipped_bit_is_found_and_named() -> None:
     whole = storage.files[SECOND.path]
     for bit in range(8 * len(whole)):
         storage.files[SECOND.path] = flipped(whole, bit)
-        (damage,) = shard_damage(storage, MANIFEST, SECOND, deep=True)
+        (damage,) = shard_damage(storage, MANIFEST.header, SECOND, deep=True)
         block = bit // 8 // BLOCK
         assert damage.where == SECOND.path
         assert damage.details["kind"] == "block"
@@ -109,11 +109,11 @@ def test_every_flipped_bit_is_found_and_named() -> None:
         assert damage.details["rank"] == 1
         assert damage.details["generation"] == "g1-a1"
         assert (damage.details["start"], damage.details["stop"]) == block_range(SECOND, block)
-        assert damage.details["tensors"] == tensors_in(MANIFEST, SECOND, block)
+        assert damage.details["tensors"] == tensors_in(MANIFEST.header, SECOND, block)
         assert damage.details["expected"] == SECOND.blocks[block]
         assert damage.details["found"] not in {"", SECOND.blocks[block]}
         assert f"block {block} " in damage.what
-        for name in tensors_in(MANIFEST, SECOND, block):
+        for name in tensors_in(MANIFEST.header, SECOND, block):
             assert repr(name) in damage.what
         assert ("header" in damage.what) == (block == 0)
         assert "fall_back" in damage.remedy
@@ -122,14 +122,14 @@ def test_every_flipped_bit_is_found_and_named() -> None:
 def test_a_flipped_bit_does_not_show_in_the_size() -> None:
     storage = written()
     storage.files[FIRST.path] = flipped(storage.files[FIRST.path], 1000)
-    assert shard_damage(storage, MANIFEST, FIRST, deep=False) == []
-    assert len(shard_damage(storage, MANIFEST, FIRST, deep=True)) == 1
+    assert shard_damage(storage, MANIFEST.header, FIRST, deep=False) == []
+    assert len(shard_damage(storage, MANIFEST.header, FIRST, deep=True)) == 1
 
 
 def test_all_damaged_blocks_are_reported() -> None:
     storage = written()
     storage.files[FIRST.path] = bytes(FIRST.size)
-    damages = shard_damage(storage, MANIFEST, FIRST, deep=True)
+    damages = shard_damage(storage, MANIFEST.header, FIRST, deep=True)
     assert [damage.details["block"] for damage in damages] == list(range(len(FIRST.blocks)))
 
 
@@ -139,13 +139,15 @@ def test_every_wrong_length_is_found_with_the_tensors_that_are_gone(deep: bool) 
     whole = storage.files[FIRST.path]
     for length in range(len(whole)):
         storage.files[FIRST.path] = whole[:length]
-        (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=deep)
+        (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=deep)
         assert damage.details["kind"] == "size"
         assert damage.details["found"] == length
         assert damage.details["expected"] == FIRST.size
-        assert damage.details["tensors"] == tensors_between(MANIFEST, FIRST, length, FIRST.size)
+        assert damage.details["tensors"] == tensors_between(
+            MANIFEST.header, FIRST, length, FIRST.size
+        )
     storage.files[FIRST.path] = whole + b"\0"
-    (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=deep)
+    (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=deep)
     assert f"{FIRST.size + 1} bytes instead of {FIRST.size}" in damage.what
     assert damage.details["tensors"] == []
 
@@ -154,9 +156,9 @@ def test_every_wrong_length_is_found_with_the_tensors_that_are_gone(deep: bool) 
 def test_a_missing_shard_is_found(deep: bool) -> None:
     storage = written()
     storage.delete(FIRST.path)
-    (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=deep)
+    (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=deep)
     assert damage.details["kind"] == "missing"
-    assert damage.details["tensors"] == tensors_between(MANIFEST, FIRST, 0, FIRST.size)
+    assert damage.details["tensors"] == tensors_between(MANIFEST.header, FIRST, 0, FIRST.size)
     assert "rank 0 is missing" in damage.what
 
 
@@ -167,7 +169,7 @@ def test_shards_that_were_swapped_are_found() -> None:
         storage.files[FIRST.path],
     )
     for shard in MANIFEST.shards:
-        assert shard_damage(storage, MANIFEST, shard, deep=True)
+        assert shard_damage(storage, MANIFEST.header, shard, deep=True)
 
 
 def test_a_shard_that_shrinks_while_it_is_read_is_found() -> None:
@@ -177,16 +179,16 @@ def test_a_shard_that_shrinks_while_it_is_read_is_found() -> None:
 
     storage = Shrinking()
     storage.files = {FIRST.path: GROUP.content(0)[:-1]}
-    (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=True)
+    (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=True)
     assert damage.details["block"] == len(FIRST.blocks) - 1
     storage.files = {}
-    (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=True)
+    (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=True)
     assert damage.details["kind"] == "missing"
 
 
 def test_a_record_whose_digests_do_not_fit_together_is_found() -> None:
     shard = dataclasses.replace(FIRST, digest=SECOND.digest)
-    (damage,) = shard_damage(written(), MANIFEST, shard, deep=True)
+    (damage,) = shard_damage(written(), MANIFEST.header, shard, deep=True)
     assert damage.details["kind"] == "digest"
 
 
@@ -210,9 +212,9 @@ def test_every_algorithm_and_blocks_larger_than_a_piece(algorithm: Algorithm) ->
     manifest = Manifest(header, digest_of(b""), (shard,))
     storage = MemoryStorage()
     storage.files[shard.path] = data
-    assert shard_damage(storage, manifest, shard, deep=True) == []
+    assert shard_damage(storage, manifest.header, shard, deep=True) == []
     storage.files[shard.path] = flipped(data, 8 * (len(data) - 1))
-    (damage,) = shard_damage(storage, manifest, shard, deep=True)
+    (damage,) = shard_damage(storage, manifest.header, shard, deep=True)
     assert damage.details["block"] == 1
 
 
@@ -223,7 +225,7 @@ def test_every_algorithm_and_blocks_larger_than_a_piece(algorithm: Algorithm) ->
 def test_a_storage_that_cannot_be_asked_is_no_damage(verb: str) -> None:
     storage = FaultyStorage(written(), [Fault("refuse", verb=verb)])  # type: ignore[arg-type]
     with pytest.raises(StorageError, match="injected"):
-        shard_damage(storage, MANIFEST, FIRST, deep=True)
+        shard_damage(storage, MANIFEST.header, FIRST, deep=True)
 
 
 def test_a_device_that_has_lost_the_bytes_is_damage() -> None:
@@ -235,7 +237,7 @@ def test_a_device_that_has_lost_the_bytes_is_damage() -> None:
 
     storage = BadSector()
     storage.files = written().files
-    (damage,) = shard_damage(storage, MANIFEST, FIRST, deep=True)
+    (damage,) = shard_damage(storage, MANIFEST.header, FIRST, deep=True)
     assert damage.details["kind"] == "unreadable"
     assert damage.details["block"] == 1
     assert "cannot be read from the device" in damage.what

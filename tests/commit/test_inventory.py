@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import Ranks
 
+from coherent_ray.commit import findings
 from coherent_ray.commit.inventory import DIRECTORIES, generation_of, item_of
 from coherent_ray.commit.log import HINT, record_path
 from coherent_ray.commit.manifest import manifest_path
@@ -15,6 +16,7 @@ OURS = {
     record_path(1): ("record", None),
     record_path(10**19): ("record", None),
     HINT: ("hint", None),
+    findings.PATH: ("scrub", None),
     manifest_path(12, 3): ("manifest", (12, 3)),
     Ranks(ranks=4, number=12, attempt=3).shard(2).path: ("shard", (12, 3)),
     "generations/g1-a1/shard-123456-of-200000.safetensors": ("shard", (1, 1)),
@@ -29,7 +31,7 @@ OURS = {
 FOREIGN = [
     "", "notes.txt", "log", "log/1.json", "log/readme", f"log/{1:020d}.json.bak",
     f"log/{1:021d}.json",
-    f"old/log/{1:020d}.json", "latest.json~", "Latest.json", "sub/latest.json",
+    f"old/log/{1:020d}.json", "latest.json~", "scrub.json.old", "log/scrub.json", "Latest.json", "sub/latest.json",
     "generations/g12-a3", "generations/g12-a3/notes.txt", "generations/g12-a3/manifest.json.orig",
     "generations/g12-a3/manifest.json/x", "generations/g012-a3/manifest.json",
     "generations/g0-a1/manifest.json", "generations/g1-a0/manifest.json",
@@ -59,7 +61,7 @@ def test_whatever_else_is_foreign(path: str) -> None:
 
 def test_every_kind_is_covered() -> None:
     kinds = {kind for kind, _ in OURS.values()}
-    assert len(kinds) == 9
+    assert len(kinds) == 10
 
 
 @pytest.mark.parametrize(

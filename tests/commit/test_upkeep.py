@@ -8,14 +8,13 @@ import time
 from typing import Any
 
 import pytest
-from ranks import RUN, Ranks
+from ranks import RUN, Ranks, acknowledged
 from retained_runs import MadeRun, live_names, paths
 from test_service import live, until
 
 from coherent_ray.commit import upkeep as upkeep_module
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import dump
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.service import Service
 from coherent_ray.storage.base import Storage
@@ -30,8 +29,8 @@ def service_of(storage: Storage, policy: Policy | None, **options: Any) -> Servi
 async def save(service: Service, storage: Storage, number: int, attempt: int = 1) -> list[str]:
     group = Ranks(ranks=2, number=number, attempt=attempt, update=10 * number)
     group.write(storage)
-    words = [service.acknowledge(dump(group.ack(rank))) for rank in range(2)]
-    fates: list[Fate] = await asyncio.gather(*words)
+    ranks = [acknowledged(service, storage, group, rank) for rank in range(2)]
+    fates: list[Fate] = await asyncio.gather(*ranks)
     return [fate.kind for fate in fates]
 
 

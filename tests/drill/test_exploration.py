@@ -12,6 +12,7 @@ SMALL = [
     Bounds(ranks=2, attempts=1, crashes=1, losses=0, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=1, crashes=0, losses=1, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=1, crashes=0, losses=0, doubles=1, timeouts=1),
+    Bounds(ranks=2, attempts=1, crashes=0, losses=0, doubles=0, reads_back=True, flips=1),
 ]
 
 

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 from coherent_ray import config as config_
 from coherent_ray.commit import manifest as records
-from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, Manifest
+from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.commit.service import Service
 from coherent_ray.config import Config
 from coherent_ray.errors import CoherentRayError
@@ -159,9 +159,9 @@ class Line:
     attempt: int
     rank: int
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
-        fate = self.coordinator.call(self.coordinator.service.acknowledge(records.dump(word)))
-        return Fate.from_json(fate.to_json())
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        reply = self.coordinator.call(self.coordinator.service.acknowledge(records.dump(word)))
+        return reply_from_json(reply.to_json())
 
     def withdraw(self, number: int, reason: str) -> None:
         service = self.coordinator.service

@@ -1,4 +1,4 @@
-"""What a configuration keeps reaches the coordinator, and is one of the options it is known by."""
+"""What a configuration keeps and scrubs reaches the coordinator, and is one of the options it is known by."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from small_run import config_for
 
+from coherent_ray.commit.scrubbing import Schedule
 from coherent_ray.config import Config
 from coherent_ray.storage import LocalStorage
 from coherent_ray.train import backend, coordinators, ownership
@@ -32,6 +33,31 @@ def asked_for(config: Config, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]
     with pytest.raises(Asked):
         backend.admit_group(None, backend.torch_config(config))
     return seen
+
+
+@pytest.mark.parametrize("every_s", [None, 3600.0])
+def test_the_configured_scrub_reaches_the_coordinator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_s: float | None
+) -> None:
+    config = config_for(
+        tmp_path, checkpoint__scrub_every_s=every_s, checkpoint__scrub_bytes_per_s=1000
+    )
+    options = asked_for(config, monkeypatch)
+    assert (options["scrub_every_s"], options["scrub_bytes_per_s"]) == (every_s, 1000)
+
+    async def play() -> dict[str, Any]:
+        actor = CoordinatorActor("small", config.run.root, **options)
+        rounds = actor._service.rounds
+        assert (rounds and rounds._schedule) == (Schedule(every_s, 1000) if every_s else None)
+        await actor.report({"saving": True})
+        assert actor._service.saving
+        await actor.open_attempt("first")
+        assert not actor._service.saving, "who said so is gone"
+        status = await actor.status()
+        await actor._service.close()
+        return status
+
+    assert asyncio.run(play())["scrub"] == ({"damaged": []} if every_s else None)
 
 
 @pytest.mark.parametrize(("keep", "every"), [(None, None), (3, None), (2, 100)])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
+from coherent_ray.commit.findings import finding_of
 from coherent_ray.config import Cluster
+from coherent_ray.errors import ShardDamaged
 from coherent_ray.train.watch import Resources, Watch
 
 
@@ -69,3 +72,19 @@ def test_an_admission_that_hangs_is_said() -> None:
     assert scene.at(1.0, attempt=4) == []
     [words] = scene.at(32.0, attempt=4)
     assert "not all admitted" in words
+
+
+def test_what_a_scrub_has_found_is_said_once_a_scrub() -> None:
+    scene = Scene()
+    damage = ShardDamaged("block 3 is bad; it holds 'model/weight'", where="generations/g2-a1/s")
+
+    def scrub(minute: int) -> dict[str, Any]:
+        at = datetime(2026, 5, 4, 12, minute, tzinfo=UTC)
+        return {"damaged": [finding_of("g2-a1", [damage], at).to_json()]}
+
+    assert scene.at(1.0, scrub=None) == []
+    (words,) = scene.at(2.0, scrub=scrub(1))
+    assert words.startswith("scrub: g2-a1 is damaged: generations/g2-a1/s: block 3 is bad; it")
+    assert "coherent-ray verify RUN@g2-a1" in words
+    assert scene.at(3.0, scrub=scrub(1)) == []
+    assert len(scene.at(4.0, scrub=scrub(2))) == 1
