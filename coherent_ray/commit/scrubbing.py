@@ -125,12 +125,12 @@ class Scrubber:
         """Return what was not read for longest and is due; of several never read, the newest."""
         noted = self._notes()
         live = {key_of(publish): publish for publish in history.live}
-        for key in history.retired:
-            self._read_at.pop(key, None)
+        for gone in history.retired:
+            self._read_at.pop(gone, None)
         now = self._clock()
-        for key, publish in live.items():
-            if key not in self._read_at:
-                self._read_at[key] = now - self._age_s(noted.get(publish.name))
+        for one, publish in live.items():
+            if one not in self._read_at:
+                self._read_at[one] = now - self._age_s(noted.get(publish.name))
         order = list(live)
         key = min(order, key=lambda key: (self._read_at[key], -order.index(key)), default=None)
         return live[key] if key and now - self._read_at[key] >= self._every_s else None

@@ -17,7 +17,7 @@ from coherent_ray import canonical
 from coherent_ray.commit import generations, history, manifest, performer
 from coherent_ray.commit.ballot import Acknowledged, Checked, Verified
 from coherent_ray.commit.coordinator import Coordinator
-from coherent_ray.commit.events import Action, Answer, AppendPublish, Event, Key, WriteManifest
+from coherent_ray.commit.events import Action, Answer, AppendPublish, Event, Key
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.history import Standing
 from coherent_ray.commit.log import CommitLog
@@ -170,15 +170,12 @@ def _overwriting(original: Any) -> Callable[[LocalStorage, str, bytes], None]:
 
 
 def _record_first(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
-    def checked(machine: Coordinator, key: Key, problems: tuple[str, ...]) -> list[Action]:
-        actions = original(machine, key, problems)
-        if not actions or not isinstance(actions[0], WriteManifest):
-            return actions
-        stage: Any = machine._stages[key]
-        machine._stages[key] = sealed = stage.sealed()
-        return [AppendPublish(key, sealed.publish), actions[0]]
+    def write(machine: Coordinator, key: Key, verified: Verified) -> list[Action]:
+        actions = original(machine, key, verified)
+        machine._stages[key] = sealed = verified.sealed()
+        return [AppendPublish(key, sealed.publish), *actions]
 
-    return checked
+    return write
 
 
 def _unread(original: Any) -> Callable[[Checked], Verified]:
@@ -194,7 +191,7 @@ def answer_first(original: Callable[..., list[Action]]) -> Callable[..., list[Ac
             return []
         fate = Fate("published", key.number, key.attempt, seq=1)
         calls = machine._waiting.pop(key, [])
-        return [*(Answer(call, fate) for call in calls), *actions]
+        return [*(Answer(call.number, fate) for call in calls), *actions]
 
     return written
 
@@ -343,7 +340,7 @@ BUGS: tuple[Bug, ...] = (
     Bug(
         "the record comes before the manifest",
         "latest_is_whole",
-        patches=((Coordinator, "_checked", _record_first),),
+        patches=((Coordinator, "_write", _record_first),),
     ),
     Bug(
         "published is answered before the record is written",

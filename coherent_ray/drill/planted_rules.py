@@ -75,14 +75,11 @@ def _fence_first(original: Callable[..., Fate | None]) -> Callable[..., Fate | N
 
 
 def _unwritten(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
-    def checked(machine: Coordinator, key: Key, problems: tuple[str, ...]) -> list[Action]:
-        actions = original(machine, key, problems)
-        stage = machine._stages.get(key)
-        if not actions or stage is None or not hasattr(stage, "sealed"):
-            return actions
+    def write(machine: Coordinator, key: Key, verified: Verified) -> list[Action]:
+        original(machine, key, verified)
         return machine._manifest_written(key)
 
-    return checked
+    return write
 
 
 def _at_every_word(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:
@@ -144,7 +141,7 @@ RULES: tuple[Rule, ...] = (
         "the manifest is left out",
         "what_is_published_is_whole",
         Bounds(attempts=1, crashes=0, losses=0, doubles=0),
-        ((Coordinator, "_checked", _unwritten),),
+        ((Coordinator, "_write", _unwritten),),
     ),
     Rule(
         "a word that comes again while its generation is checked fails it",

@@ -16,6 +16,7 @@ from ranks import RUN, Ranks, check_published_is_whole
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import dump, manifest_path
+from coherent_ray.commit.read_back import Request, read_back, reply_from_json
 from coherent_ray.errors import ClusterError, ConfigError, LogDamaged, NotFound, WrongRun
 from coherent_ray.storage import open_storage
 from coherent_ray.train import coordinators
@@ -182,6 +183,27 @@ def test_killed_right_after_publish_the_generation_is_published(root: str) -> No
     # One rank alone is answered: the log knows, no other rank is needed.
     assert fates(acknowledge(handle, RANKS, ranks=[1])) == [Fate("published", 1, 1, seq=2)]
     assert len(check_published_is_whole(storage).publishes) == 1
+
+
+def test_killed_while_ranks_read_back_the_same_generation_completes(root: str) -> None:
+    """It forgets all acknowledgements; the word of a rank that has read holds its own."""
+    storage = open_storage(root)
+    handle = coordinators.connect(RUN, root, read_back=True)
+    answer(handle.open_attempt.remote("first"))
+    RANKS.write(storage)
+    asked = map(reply_from_json, ray.get(acknowledge(handle, RANKS), timeout=ANSWER_S))
+    shards = [reply.shard for reply in asked if isinstance(reply, Request)]
+    assert [shard.rank for shard in shards] == [2, 0, 1]
+    read = [read_back(storage, RANKS.header, shard) for shard in shards]
+    words = [dump(RANKS.ack(rank, read_back=read[rank])) for rank in range(3)]
+    first = handle.acknowledge.remote(words[0])
+    waiting_for(handle, "the read-back by ranks 1 and 2")
+    pid = answer(handle.ping.remote())["pid"]
+    os.kill(pid, signal.SIGKILL)
+    restarted(handle, pid)
+    others = [handle.acknowledge.remote(word) for word in words[1:]]
+    assert fates([first, *others]) == [Fate("published", 1, 1, seq=2)] * 3
+    assert check_published_is_whole(storage).latest.name == "g1-a1"
 
 
 def test_the_older_of_two_coordinators_is_fenced_by_the_log(root: str) -> None:

@@ -8,7 +8,8 @@ import itertools
 import pytest
 from ranks import RUN, Ranks, Shell, check_published_is_whole
 
-from coherent_ray.commit.coordinator import QUOTED_PROBLEMS, Coordinator
+from coherent_ray.commit.ballot import QUOTED_PROBLEMS
+from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import (
     AckReceived,
     AppendFailed,

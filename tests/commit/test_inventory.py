@@ -29,9 +29,10 @@ OURS = {
 }
 
 FOREIGN = [
-    "", "notes.txt", "log", "log/1.json", "log/readme", f"log/{1:020d}.json.bak",
+    "", "notes.txt", "scrub.json.old", "log/scrub.json",
+    "log", "log/1.json", "log/readme", f"log/{1:020d}.json.bak",
     f"log/{1:021d}.json",
-    f"old/log/{1:020d}.json", "latest.json~", "scrub.json.old", "log/scrub.json", "Latest.json", "sub/latest.json",
+    f"old/log/{1:020d}.json", "latest.json~", "Latest.json", "sub/latest.json",
     "generations/g12-a3", "generations/g12-a3/notes.txt", "generations/g12-a3/manifest.json.orig",
     "generations/g12-a3/manifest.json/x", "generations/g012-a3/manifest.json",
     "generations/g0-a1/manifest.json", "generations/g1-a0/manifest.json",

@@ -1,4 +1,4 @@
-"""What a configuration keeps and scrubs reaches the coordinator, and is one of the options it is known by."""
+"""What a configuration keeps and scrubs reaches the coordinator, which is known by it."""
 
 from __future__ import annotations
 
