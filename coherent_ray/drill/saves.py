@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from coherent_ray.commit import manifest as records
-from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
     Acknowledgement,
@@ -28,6 +27,7 @@ from coherent_ray.commit.manifest import (
     PlanIdentity,
     ReceiptSegment,
 )
+from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.commit.service import Service
 from coherent_ray.config import Checkpoint
 from coherent_ray.digests import digest_of
@@ -188,10 +188,10 @@ class Line:
     loop: Loop
     rank: int
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
-        """Hand the rank's word to the coordinator, and wait for the fate."""
-        fate = self.loop.call(self.service.acknowledge(records.dump(word)))
-        return Fate.from_json(fate.to_json())
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        """Hand the rank's word to the coordinator, and wait for its reply."""
+        reply = self.loop.call(self.service.acknowledge(records.dump(word)))
+        return reply_from_json(reply.to_json())
 
     def withdraw(self, number: int, reason: str) -> None:
         """Tell the coordinator that the rank will not acknowledge."""

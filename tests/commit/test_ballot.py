@@ -11,7 +11,7 @@ from ranks import LAYOUT, RUN, Ranks
 from coherent_ray.commit.ballot import Acknowledged, Sealed, Staged, Verified
 from coherent_ray.commit.events import Key
 from coherent_ray.commit.fates import Fate
-from coherent_ray.commit.manifest import Acknowledgement, Manifest, load
+from coherent_ray.commit.manifest import Acknowledgement, Manifest, ReadBack, load
 from coherent_ray.digests import digest_of
 
 KEY = Key(attempt=1, number=1)
@@ -172,7 +172,14 @@ def test_each_stage_has_what_it_has_earned() -> None:
     assert isinstance(sealed, Sealed)
     assert sealed.publish.manifest == verified.path == "generations/g1-a1/manifest.json"
     assert sealed.publish.manifest_digest == digest_of(verified.data)
-    for stage in (Staged(KEY, RUN, 3, 0.0), acknowledged, verified):
+    checked = acknowledged.checked(0.0)
+    assert checked.decide() is None
+    for rank in range(3):
+        assert not hasattr(checked, "verified"), "only what was read makes it so"
+        shard = checked.shard_for(rank)
+        checked.read[rank] = ReadBack(shard.rank, shard.digest, ())
+    assert checked.decide() == verified
+    for stage in (Staged(KEY, RUN, 3, 0.0), acknowledged, checked, verified):
         assert not hasattr(stage, "publish")
 
 
