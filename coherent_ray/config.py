@@ -237,6 +237,9 @@ class Checkpoint(Section):
     """Failed saves in a row that training survives."""
     ack_timeout_s: Seconds = 300.0
     """Seconds from the first worker's acknowledgement until a save without the others fails."""
+    storage_timeout_s: Seconds = 300.0
+    """Seconds that the storage may owe a save the answer to one call: then the save fails, and
+    training goes on."""
     keep: Positive | None = None
     """Newest whole generations to keep; older ones are deleted behind each publish. null: all."""
     keep_every: Positive | None = None

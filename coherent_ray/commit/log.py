@@ -13,6 +13,10 @@ its name and syncing the directory. So a writer that answers by records, or buil
 *settles* them first: it creates the last one's own bytes again, and `AlreadyExists` is the word
 that they are durable. The last one is enough: whoever wrote it had settled those before it.
 
+A root can vanish under a process that lives: a file system is unmounted, and the directory that it
+was mounted on is there, empty. So a view looks for the last record that it knows whenever it reads
+on, and once more behind each append: a record whose predecessor is not beside it is in no log.
+
 `latest.json` is a hint. It says where the end of the log was a while ago, and is never believed.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
+from contextlib import suppress
 
 from coherent_ray import canonical
 from coherent_ray.commit.history import History, RecordRefused
@@ -123,6 +128,18 @@ class CommitLog:
                 self._known = history
         return history
 
+    def confirm(self) -> None:
+        """Return if the last record that this view knows is where it was: if this is still the log.
+
+        Raises:
+            LogDamaged: It is not there, or another is.
+            StorageError: The storage failed.
+        """
+        with self._lock:
+            known = self._known
+        if not self._stands(known):
+            raise _gone(self._storage, known.seq)
+
     def read_on(self) -> History:
         """Read only what was appended since this view last looked; the whole log the first time.
 
@@ -183,6 +200,7 @@ class CommitLog:
                 self._check(body, attempt)
                 record = self._known.successor(body, self.writer)
                 if self._claim(record):
+                    self._require_behind(self._known)
                     self._known = self._known.extended([record])
                     self._settled = record.seq
                     return record
@@ -235,7 +253,33 @@ class CommitLog:
 
     def _refreshed(self, known: History) -> History:
         # The first look is a whole one, so that a gap is found; later ones read what is new.
-        return self._read_on(known, known.seq if known.records else self._last_listed())
+        if self._stands(known):
+            return self._read_on(known, known.seq if known.records else self._last_listed())
+        # The last record, and it alone, may have been read before it was durable: then a power cut
+        # elsewhere (a file server's) may have taken it, and nobody has answered by it.
+        sure = known.records[: max(self._settled, known.seq - 1)]
+        found = self._read_on(History(), self._last_listed())
+        if found.records[: len(sure)] != sure:
+            raise _gone(self._storage, known.seq)
+        return found
+
+    def _stands(self, known: History) -> bool:
+        """Whether the last record of a history is in the storage; an empty one's always is."""
+        if not known.records:
+            return True
+        tip = known.records[-1]
+        try:
+            data = read_bounded(self._storage, record_path(tip.seq), RECORD_BYTES)
+            return decode(data, self._key) == tip
+        except (NotFound, ValueError):
+            return False
+
+    def _require_behind(self, known: History) -> None:
+        """Return if what was just appended lies in the log, and not in the place of one."""
+        with suppress(StorageError):  # who cannot look has seen nothing that is wrong
+            if self._stands(known):
+                return
+            raise _gone(self._storage, known.seq)
 
     def _last_listed(self) -> int:
         names = (_NAME.fullmatch(entry.path) for entry in self._storage.list(DIRECTORY))
@@ -344,6 +388,16 @@ def _not_sure(path: str) -> StorageError:
         "the storage does not say whether the record is durable",
         where=path,
         remedy="Look at the storage; the record is found at the next read if it is there.",
+    )
+
+
+def _gone(storage: Storage, seq: int) -> LogDamaged:
+    return LogDamaged(
+        "the last record that was read here before is not here any more",
+        where=f"{storage.uri}/{record_path(seq)}",
+        remedy="See whether the file system of the run is mounted; if it is, put the records back "
+        "from a copy of the run.",
+        details={"readable_until": 0},
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import ray
 
 from coherent_ray.commit.retention import Policy
-from coherent_ray.commit.service import Service
+from coherent_ray.commit.service import STORAGE_TIMEOUT_S, Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
@@ -36,6 +36,7 @@ class CoordinatorActor:
         *,
         ack_timeout_s: float,
         read_back: bool,
+        storage_timeout_s: float = STORAGE_TIMEOUT_S,
         keep: int | None = None,
         keep_every: int | None = None,
         storage: dict[str, Any] | None = None,
@@ -47,6 +48,7 @@ class CoordinatorActor:
             root: The run's root, as this process can reach it.
             ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
             read_back: Read every shard again before its generation is published.
+            storage_timeout_s: Seconds that the storage may owe the answer to one call.
             keep: Whole generations that pruning keeps; None: all.
             keep_every: Updates of which it keeps one generation for ever; None: of none.
             storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as this
@@ -57,6 +59,7 @@ class CoordinatorActor:
         self._options: dict[str, Any] = {
             "ack_timeout_s": ack_timeout_s,
             "read_back": read_back,
+            "storage_timeout_s": storage_timeout_s,
             "keep": keep,
             "keep_every": keep_every,
             "storage": dict(storage or {}),
@@ -66,6 +69,7 @@ class CoordinatorActor:
             self._open_root,
             retention=Policy(keep, keep_every),
             hook=hooks.installed(),
+            storage_timeout_s=storage_timeout_s,
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
         )
@@ -92,19 +96,20 @@ class CoordinatorActor:
             **self._identity(),
         }
 
-    async def open_attempt(self, token: str) -> int:
+    async def open_attempt(self, token: str, known: int = 0) -> int:
         """Open the run's next attempt and fence all older ones; clears every wish.
 
         Args:
             token: The caller's own unique word. The same token gives the same attempt.
+            known: The newest attempt that the caller knows of; 0: it knows of none.
 
         Raises:
-            LogDamaged: The log cannot be trusted.
+            LogDamaged: The log cannot be trusted, or has lost that attempt.
             WrongRun: The root holds another run.
             StorageError: The storage failed.
         """
         before = self._service.attempt
-        attempt = await self._service.open_attempt(token)
+        attempt = await self._service.open_attempt(token, known)
         if attempt > before:
             self._wish = "none"
         return attempt
