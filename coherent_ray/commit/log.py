@@ -124,6 +124,7 @@ class CommitLog:
         """
         history = self._read_on(History(), self._last_listed())
         with self._lock:
+            self._require_same(history)
             if history.seq > self._known.seq:
                 self._known = history
         return history
@@ -191,8 +192,11 @@ class CommitLog:
             LogDamaged: The log cannot be trusted.
             StorageError: Nothing is known to have been written. The record may yet be found.
         """
+        return self._append(body, attempt)
+
+    def _append(self, body: Body, attempt: int, *, just_read: bool = False) -> Record:
         with self._lock:
-            self._known = self._refreshed(self._known)
+            self._known = self._refreshed(self._known, stands=just_read)
             while True:
                 self._known = self._settle(self._known)
                 if record := self._known.record_of(body):
@@ -223,7 +227,7 @@ class CommitLog:
             opened = next((a for a in history.attempts if a.token == token), None)
             body = opened or AttemptBody(attempt=history.attempt + 1, run_id=run_id, token=token)
             try:
-                return self.append(body, body.attempt)
+                return self._append(body, body.attempt, just_read=True)
             except Fenced:
                 continue  # someone else opened that number in between: take the next one
 
@@ -251,17 +255,24 @@ class CommitLog:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def _refreshed(self, known: History) -> History:
+    def _refreshed(self, known: History, *, stands: bool = False) -> History:
         # The first look is a whole one, so that a gap is found; later ones read what is new.
-        if self._stands(known):
+        if stands or self._stands(known):
             return self._read_on(known, known.seq if known.records else self._last_listed())
-        # The last record, and it alone, may have been read before it was durable: then a power cut
-        # elsewhere (a file server's) may have taken it, and nobody has answered by it.
-        sure = known.records[: max(self._settled, known.seq - 1)]
         found = self._read_on(History(), self._last_listed())
+        self._require_same(found)
+        return found
+
+    def _require_same(self, found: History) -> None:
+        """Return if a log that was read anew is the one that this view knows.
+
+        The last record, and it alone, may have been read before it was durable: then a power cut
+        elsewhere (a file server's) may have taken it, and nobody has answered by it.
+        """
+        known = self._known
+        sure = known.records[: max(self._settled, known.seq - 1)]
         if found.records[: len(sure)] != sure:
             raise _gone(self._storage, known.seq)
-        return found
 
     def _stands(self, known: History) -> bool:
         """Whether the last record of a history is in the storage; an empty one's always is."""
@@ -325,7 +336,7 @@ class CommitLog:
             # another has its number since. Nobody has answered by the lost one.
             before, known = known, self._read_on(History(), self._last_listed())
             if known.records[-1:] == before.records[-1:]:
-                raise _not_sure(record_path(tip.seq))
+                raise self._not_sure(record_path(tip.seq))
         return known
 
     def _require_key(self) -> None:
@@ -359,6 +370,7 @@ class CommitLog:
     def _claim(self, record: Record) -> bool:
         """Create a record's file, and return whether the number is this record's now."""
         path, data = record_path(record.seq), encode(record, self._key)
+        refusal: StorageError | None = None
         for _ in range(_PATIENCE):
             try:
                 self._storage.create(path, data)
@@ -366,14 +378,24 @@ class CommitLog:
                 stored = self._stored(path)
                 if stored is not None:
                     return stored == data
-            except StorageError:
+            except StorageError as error:
                 # The answer may be lost and the record written. If it is there, ask once more:
                 # only `AlreadyExists`, next time round, says that it is durable as well.
                 if self._stored(path) != data:
                     raise
+                refusal = error
             else:
                 return True
-        raise _not_sure(path)
+        raise self._not_sure(path, refusal)
+
+    def _not_sure(self, path: str, refusal: StorageError | None = None) -> StorageError:
+        said = f": {refusal.what}" if refusal else ""
+        return StorageError(
+            f"the storage does not say whether the record is durable{said}",
+            where=f"{self._storage.uri}/{path}",
+            remedy="Look at the storage; the record is found at the next read if it is there.",
+            details=refusal.details if refusal else None,
+        )
 
     def _stored(self, path: str) -> bytes | None:
         try:
@@ -381,14 +403,6 @@ class CommitLog:
             return self._storage.read(path, 0, RECORD_BYTES + 1)
         except NotFound:
             return None
-
-
-def _not_sure(path: str) -> StorageError:
-    return StorageError(
-        "the storage does not say whether the record is durable",
-        where=path,
-        remedy="Look at the storage; the record is found at the next read if it is there.",
-    )
 
 
 def _gone(storage: Storage, seq: int) -> LogDamaged:

@@ -170,8 +170,8 @@ class Service:
         if machine is not None and ack.attempt > machine.attempt:
             await self._read_on_within(self._storage_timeout_s)
         if machine is None:
-            if silence := self._silence():
-                self.degraded = silence
+            if self._attended and (silence := self._attended.silence()):
+                self.degraded = silence.error()
             return self._failed(ack.number, ack.attempt, f"there is no commit log: {self.degraded}")
         if self._closed:
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")

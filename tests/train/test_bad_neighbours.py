@@ -8,6 +8,7 @@ files are the product's.
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,19 +73,13 @@ def test_the_save_fails_with_path_and_reason_and_the_next_one_works(
     with disk.breaks(call, who, number):
         saved = saves.save()
     assert disk.struck
-    if (call, who) == ("close", "record"):
-        # Its bytes and its name were synced by then, and a second asking says so.
-        assert kinds(saved) == ["published"] * 2
-        return
     assert kinds(saved) == ["failed"] * 2
-    assert saved[0].fate.reason == saved[1].fate.reason
-    reason = saved[0].fate.reason
-    assert str(root) in reason
-    assert "OSError" not in reason
-    # A record of which nobody knows whether it is durable is said to be just that.
-    assert in_words(number) in reason or "does not say whether the record is durable" in reason
+    for reason in (one.fate.reason for one in saved):
+        assert f"{root}/" in reason
+        assert in_words(number) in reason
+        assert "Error" not in reason, "one of our own, not the operating system's"
     # Seen though never called durable, it is found by whoever reads: then it is whole, too.
-    unsure = who == "record" and call in {"unlink", "sync directory"}
+    unsure = who == "record" and call in {"unlink", "sync directory", "close"}
     assert latest_of(root) == ("g2-a1" if unsure else "g1-a1")
     assert kinds(saves.save()) == ["published"] * 2
     assert latest_of(root) == "g3-a1"
@@ -98,9 +93,12 @@ def test_a_hint_that_cannot_be_written_costs_nothing(
 ) -> None:
     with disk.breaks(call, "hint", number):
         assert kinds(saves.save()) == ["published"] * 2
-        saves.close()  # the hint comes behind the answers
+        end = time.monotonic() + 30
+        while not disk.struck and time.monotonic() < end:  # the hint comes behind the answers
+            time.sleep(0.005)
     assert disk.struck
-    assert latest_of(root) == "g2-a1"
+    assert kinds(saves.save()) == ["published"] * 2
+    assert latest_of(root) == "g3-a1"
 
 
 @pytest.mark.parametrize("number", NUMBERS, ids=errno.errorcode.get)

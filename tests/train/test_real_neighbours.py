@@ -71,10 +71,9 @@ def saving(root: Path, *, timeout_s: float = 30.0) -> Iterator[Saves]:
 
 
 def failed(saves: Saves) -> str:
-    """Save, see both ranks fail alike, and return why."""
+    """Save, see both ranks fail, and return why."""
     saved = saves.save()
     assert [one.fate.kind for one in saved] == ["failed"] * 2
-    assert saved[0].fate.reason == saved[1].fate.reason
     return saved[0].fate.reason
 
 
