@@ -254,7 +254,7 @@ class Service:
         self.last_error = str(error)
         self._retry_at = time.monotonic() + RETRY_S
 
-    def _append_attempt(self, token: str, known: int) -> tuple[int, History]:
+    def _append_attempt(self, token: str, known: int = 0) -> tuple[int, History]:
         found = self._log.read_on().attempt
         if found < known:
             raise LogDamaged(
