@@ -239,6 +239,9 @@ class Checkpoint(Section):
     ack_timeout_s: Seconds = 300.0
     """Seconds from the first worker's acknowledgement until a save without the others fails; with
     verify: read_back as many again until all have read."""
+    storage_timeout_s: Seconds = 300.0
+    """Seconds that the storage may owe a save the answer to one call: then the save fails, and
+    training goes on."""
     keep: Positive | None = None
     """Newest whole generations to keep; older ones are deleted behind each publish. null: all."""
     keep_every: Positive | None = None

@@ -39,6 +39,8 @@ from coherent_ray.commit.events import (
     PublishAppended,
     RefreshHint,
     ShardsChecked,
+    StorageAction,
+    StorageSilent,
     Tick,
     WriteManifest,
 )
@@ -123,6 +125,8 @@ class Coordinator:
                 actions = self._append_failed(event)
             case HistoryRead(history):
                 actions = self._read(history)
+            case StorageSilent(reason):
+                actions = self._give_up(reason)
             case Tick():
                 actions = self._time_out(now)
         return actions
@@ -133,6 +137,10 @@ class Coordinator:
         stages = self._stages.values()
         begun = [stage.since for stage in stages if isinstance(stage, Staged | Checked)]
         return min(begun) + self._ack_timeout_s if begun else None
+
+    def wants(self, action: StorageAction) -> bool:
+        """Return whether an action is still to be done: its generation may be settled since."""
+        return isinstance(action, RefreshHint) or action.key in self._stages
 
     def in_flight(self) -> dict[str, str]:
         """Return each unsettled generation's name and what it waits for, in words."""
@@ -303,6 +311,19 @@ class Coordinator:
                 missing, omission = _omitted(stage)
                 reason = f"{name_ranks(missing)} {omission} within {self._ack_timeout_s:g} s"
                 actions += self._settle(key, "failed", reason, missing=missing)
+        return actions
+
+    def _give_up(self, reason: str) -> list[Action]:
+        """Settle all that waits for the storage, so that no rank waits with it.
+
+        An append that is on its way may yet come through: too careful an answer hurts nobody, as
+        after an append that failed.
+        """
+        actions: list[Action] = []
+        for key, stage in list(self._stages.items()):
+            if not isinstance(stage, Staged):
+                uncertain = isinstance(stage, Sealed)
+                actions += self._settle(key, "failed", reason, uncertain=uncertain)
         return actions
 
     def _settle(self, key: Key, kind: Kind, reason: str, **details: object) -> list[Action]:

@@ -103,6 +103,13 @@ class AppendFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class StorageSilent:
+    """The storage has owed an answer for too long; whatever is asked of it may never be done."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Nothing happened but time."""
 
@@ -116,6 +123,7 @@ Event = (
     | ManifestFailed
     | PublishAppended
     | AppendFailed
+    | StorageSilent
     | Tick
 )
 

@@ -13,6 +13,10 @@ its name and syncing the directory. So a writer that answers by records, or buil
 *settles* them first: it creates the last one's own bytes again, and `AlreadyExists` is the word
 that they are durable. The last one is enough: whoever wrote it had settled those before it.
 
+A root can vanish under a process that lives: a file system is unmounted, and the directory that it
+was mounted on is there, empty. So a view looks for the last record that it knows whenever it reads
+on, and once more behind each append: a record whose predecessor is not beside it is in no log.
+
 `latest.json` is a hint. It says where the end of the log was a while ago, and is never believed.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 import re
 import threading
 import uuid
+from contextlib import suppress
 
 from coherent_ray import canonical
 from coherent_ray.commit.history import History, RecordRefused
@@ -119,9 +124,22 @@ class CommitLog:
         """
         history = self._read_on(History(), self._last_listed())
         with self._lock:
+            self._require_same(history)
             if history.seq > self._known.seq:
                 self._known = history
         return history
+
+    def confirm(self) -> None:
+        """Return if the last record that this view knows is where it was: if this is still the log.
+
+        Raises:
+            LogDamaged: It is not there, or another is.
+            StorageError: The storage failed.
+        """
+        with self._lock:
+            known = self._known
+        if not self._stands(known):
+            raise _gone(self._storage, known.seq)
 
     def read_on(self) -> History:
         """Read only what was appended since this view last looked; the whole log the first time.
@@ -174,8 +192,11 @@ class CommitLog:
             LogDamaged: The log cannot be trusted.
             StorageError: Nothing is known to have been written. The record may yet be found.
         """
+        return self._append(body, attempt)
+
+    def _append(self, body: Body, attempt: int, *, just_read: bool = False) -> Record:
         with self._lock:
-            self._known = self._refreshed(self._known)
+            self._known = self._refreshed(self._known, stands=just_read)
             while True:
                 self._known = self._settle(self._known)
                 if record := self._known.record_of(body):
@@ -183,6 +204,7 @@ class CommitLog:
                 self._check(body, attempt)
                 record = self._known.successor(body, self.writer)
                 if self._claim(record):
+                    self._require_behind(self._known)
                     self._known = self._known.extended([record])
                     self._settled = record.seq
                     return record
@@ -205,7 +227,7 @@ class CommitLog:
             opened = next((a for a in history.attempts if a.token == token), None)
             body = opened or AttemptBody(attempt=history.attempt + 1, run_id=run_id, token=token)
             try:
-                return self.append(body, body.attempt)
+                return self._append(body, body.attempt, just_read=True)
             except Fenced:
                 continue  # someone else opened that number in between: take the next one
 
@@ -233,9 +255,42 @@ class CommitLog:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def _refreshed(self, known: History) -> History:
+    def _refreshed(self, known: History, *, stands: bool = False) -> History:
         # The first look is a whole one, so that a gap is found; later ones read what is new.
-        return self._read_on(known, known.seq if known.records else self._last_listed())
+        if stands or self._stands(known):
+            return self._read_on(known, known.seq if known.records else self._last_listed())
+        found = self._read_on(History(), self._last_listed())
+        self._require_same(found)
+        return found
+
+    def _require_same(self, found: History) -> None:
+        """Return if a log that was read anew is the one that this view knows.
+
+        The last record, and it alone, may have been read before it was durable: then a power cut
+        elsewhere (a file server's) may have taken it, and nobody has answered by it.
+        """
+        known = self._known
+        sure = known.records[: max(self._settled, known.seq - 1)]
+        if found.records[: len(sure)] != sure:
+            raise _gone(self._storage, known.seq)
+
+    def _stands(self, known: History) -> bool:
+        """Whether the last record of a history is in the storage; an empty one's always is."""
+        if not known.records:
+            return True
+        tip = known.records[-1]
+        try:
+            data = read_bounded(self._storage, record_path(tip.seq), RECORD_BYTES)
+            return decode(data, self._key) == tip
+        except (NotFound, ValueError):
+            return False
+
+    def _require_behind(self, known: History) -> None:
+        """Return if what was just appended lies in the log, and not in the place of one."""
+        with suppress(StorageError):  # who cannot look has seen nothing that is wrong
+            if self._stands(known):
+                return
+            raise _gone(self._storage, known.seq)
 
     def _last_listed(self) -> int:
         names = (_NAME.fullmatch(entry.path) for entry in self._storage.list(DIRECTORY))
@@ -281,7 +336,7 @@ class CommitLog:
             # another has its number since. Nobody has answered by the lost one.
             before, known = known, self._read_on(History(), self._last_listed())
             if known.records[-1:] == before.records[-1:]:
-                raise _not_sure(record_path(tip.seq))
+                raise self._not_sure(record_path(tip.seq))
         return known
 
     def _require_key(self) -> None:
@@ -315,6 +370,7 @@ class CommitLog:
     def _claim(self, record: Record) -> bool:
         """Create a record's file, and return whether the number is this record's now."""
         path, data = record_path(record.seq), encode(record, self._key)
+        refusal: StorageError | None = None
         for _ in range(_PATIENCE):
             try:
                 self._storage.create(path, data)
@@ -322,14 +378,24 @@ class CommitLog:
                 stored = self._stored(path)
                 if stored is not None:
                     return stored == data
-            except StorageError:
+            except StorageError as error:
                 # The answer may be lost and the record written. If it is there, ask once more:
                 # only `AlreadyExists`, next time round, says that it is durable as well.
                 if self._stored(path) != data:
                     raise
+                refusal = error
             else:
                 return True
-        raise _not_sure(path)
+        raise self._not_sure(path, refusal)
+
+    def _not_sure(self, path: str, refusal: StorageError | None = None) -> StorageError:
+        said = f": {refusal.what}" if refusal else ""
+        return StorageError(
+            f"the storage does not say whether the record is durable{said}",
+            where=f"{self._storage.uri}/{path}",
+            remedy="Look at the storage; the record is found at the next read if it is there.",
+            details=refusal.details if refusal else None,
+        )
 
     def _stored(self, path: str) -> bytes | None:
         try:
@@ -339,11 +405,13 @@ class CommitLog:
             return None
 
 
-def _not_sure(path: str) -> StorageError:
-    return StorageError(
-        "the storage does not say whether the record is durable",
-        where=path,
-        remedy="Look at the storage; the record is found at the next read if it is there.",
+def _gone(storage: Storage, seq: int) -> LogDamaged:
+    return LogDamaged(
+        "the last record that was read here before is not here any more",
+        where=f"{storage.uri}/{record_path(seq)}",
+        remedy="See whether the file system of the run is mounted; if it is, put the records back "
+        "from a copy of the run.",
+        details={"readable_until": 0},
     )
 
 

@@ -242,8 +242,8 @@ class Pruner:
                 if left.idle_s < self._grace_s:
                     continue
                 self._check_stop()
-                if not dry_run:
-                    storage.drop_temporary(left.path)
+                if not dry_run and not storage.drop_temporary(left.path):
+                    continue  # its writer lives
                 swept.append(Entry(left.path, left.size))
             if not dry_run:
                 for directory in found.emptied:

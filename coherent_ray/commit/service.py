@@ -31,11 +31,12 @@ from coherent_ray.commit.events import (
     Key,
     PublishAppended,
     StorageAction,
+    StorageSilent,
     Tick,
 )
 from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.history import History
-from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.log import DIRECTORY, CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, load
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.read_back import Reply, Request
@@ -44,13 +45,20 @@ from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.rounds import Rounds
 from coherent_ray.commit.scrubbing import Schedule
 from coherent_ray.commit.upkeep import Upkeep
-from coherent_ray.errors import CoherentRayError, StorageError, WrongRun
+from coherent_ray.errors import CoherentRayError, LogDamaged, StorageError, WrongRun
+from coherent_ray.storage.attended import AttendedStorage
 from coherent_ray.storage.base import Storage
 
+#: Seconds that the storage may owe the answer to one call, unless the user chooses.
+STORAGE_TIMEOUT_S = 300.0
+#: Seconds between two looks at a storage that owes one for longer.
+LOOK_AGAIN_S = 0.5
 #: Seconds between two tries to read a log that could not be read.
 RETRY_S = 1.0
 #: Seconds that somebody who can go on without the log waits for it.
 LOG_WAIT_S = 5.0
+#: Seconds that the opening of an attempt may take before it is said why: callers wait for longer.
+OPEN_WAIT_S = 45.0
 #: Seconds that `close` lets a piece of I/O take that is on its way.
 CLOSE_WAIT_S = 10.0
 
@@ -80,6 +88,7 @@ class Service:
         retention: Policy | None = None,
         scrub: Schedule | None = None,
         hook: Callable[[str], None] | None = None,
+        storage_timeout_s: float = STORAGE_TIMEOUT_S,
         **options: Any,
     ) -> None:
         """Remember the arguments; the log is read by the first call that needs it.
@@ -91,12 +100,16 @@ class Service:
             scrub: When to read published generations again; None: never.
             hook: Called in the storage's thread at ``publish:begin@UPDATE`` and
                 ``publish:end@UPDATE``; None: nobody listens.
+            storage_timeout_s: Seconds that the storage may owe the answer to one call; then what
+                waits for it fails.
             options: The machine's, see `Coordinator`.
         """
         self._run_id = run_id
         self._open_root = open_root
         self._hook = hook
+        self._storage_timeout_s = storage_timeout_s
         self._options = options
+        self._attended: AttendedStorage | None = None
         self.degraded: CoherentRayError | None = StorageError("the commit log is not read yet")
         self.generation: dict[str, Any] | None = None
         self.last_error: str | None = None
@@ -130,17 +143,28 @@ class Service:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._ready(), LOG_WAIT_S)
 
-    async def open_attempt(self, token: str) -> int:
+    async def open_attempt(self, token: str, known: int = 0) -> int:
         """Open the run's next attempt, or find the one that this token has opened.
 
+        Args:
+            token: Unique to this opening.
+            known: The newest attempt that the caller knows of: a log without it is not the run's.
+
         Raises:
-            LogDamaged: The log cannot be trusted.
+            LogDamaged: The log cannot be trusted, or has lost an attempt.
             WrongRun: The root holds another run.
             StorageError: The storage failed.
         """
+        opening = asyncio.create_task(self._open_attempt(token, known))
+        await asyncio.wait([opening], timeout=OPEN_WAIT_S)
+        if not opening.done() and self._attended and (silence := self._attended.silence()):
+            raise silence.error()  # asked again, the same token finds what comes of it
+        return await opening
+
+    async def _open_attempt(self, token: str, known: int) -> int:
         if await self._ready() is None and self.degraded is not None:
             raise self.degraded
-        attempt, history = await self._blocking(self._append_attempt, token)
+        attempt, history = await self._blocking(self._append_attempt, token, known)
         self._handle(HistoryRead(history))
         return attempt
 
@@ -153,10 +177,14 @@ class Service:
             ack = load(Acknowledgement, data)
         except ValueError as error:
             return self._failed(0, 0, f"the acknowledgement is damaged: {error}")
-        machine = await self._ready()
+        machine = None
+        with contextlib.suppress(TimeoutError):
+            machine = await asyncio.wait_for(self._ready(), self._storage_timeout_s)
         if machine is not None and ack.attempt > machine.attempt:
-            await self._read_on()
+            await self._read_on_within(self._storage_timeout_s)
         if machine is None:
+            if self._attended and (silence := self._attended.silence()):
+                self.degraded = silence.error()
             return self._failed(ack.number, ack.attempt, f"there is no commit log: {self.degraded}")
         if self._closed:
             return self._failed(ack.number, ack.attempt, "the coordinator was stopped")
@@ -227,7 +255,8 @@ class Service:
 
     def _open(self) -> History:
         self._storage = self._open_root()
-        self._log = CommitLog(self._storage)
+        self._attended = AttendedStorage(self._storage)
+        self._log = CommitLog(self._attended)
         history = self._log.settled()
         if history.run_id not in {None, self._run_id}:
             raise WrongRun(
@@ -242,11 +271,24 @@ class Service:
         self.last_error = str(error)
         self._retry_at = time.monotonic() + RETRY_S
 
-    def _append_attempt(self, token: str) -> tuple[int, History]:
+    def _append_attempt(self, token: str, known: int = 0) -> tuple[int, History]:
+        found = self._log.read_on().attempt
+        if found < known:
+            raise LogDamaged(
+                f"attempt {known} has been opened, and the log ends with attempt {found}",
+                where=f"{self._storage.uri}/{DIRECTORY}",
+                remedy="See whether the file system of the run is mounted; if it is, put the log "
+                "back from a copy of the run.",
+                details={"found": found, "known": known},
+            )
         self._log.open_attempt(self._run_id, token)
         history = self._log.settled()
         self._log.refresh_hint(history)
         return next(a.attempt for a in history.attempts if a.token == token), history
+
+    async def _read_on_within(self, seconds: float) -> None:
+        """Read on, but wait no longer; the reading itself goes on, and keeps its place in line."""
+        await asyncio.wait([asyncio.create_task(self._read_on())], timeout=seconds)
 
     async def _read_on(self) -> None:
         try:
@@ -286,8 +328,11 @@ class Service:
         """Do what the machine asks of the storage, one thing after the other, for ever."""
         while True:
             action = await self._todo.get()
+            assert self._machine is not None
+            if not self._machine.wants(action):
+                continue  # given up while it waited here: it must not be published any more
             begun = time.monotonic()
-            event = await self._blocking(self._perform, action)
+            event = await self._attending(self._perform, action)
             if event is not None:
                 self._note(action, event, begun)
                 self._handle(event)
@@ -318,12 +363,40 @@ class Service:
     def _perform(self, action: StorageAction) -> Event | None:
         """Do one thing; a drill may strike before and after the one that counts."""
         if self._hook is None or not isinstance(action, AppendPublish):
-            return perform(action, self._storage, self._log)
+            return perform(action, self._hands, self._log)
         self._hook(f"publish:begin@{action.body.update}")
-        event = perform(action, self._storage, self._log)
+        event = perform(action, self._hands, self._log)
         if isinstance(event, PublishAppended):
             self._hook(f"publish:end@{action.body.update}")
         return event
+
+    @property
+    def _hands(self) -> Storage:
+        assert self._attended is not None
+        return self._attended
+
+    async def _attending(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """Do something in the storage's thread; while it owes an answer for too long, say so."""
+        doing = asyncio.create_task(self._blocking(function, *arguments))
+        try:
+            while not doing.done():
+                left = self._storage_timeout_s
+                if self._attended and (silence := self._attended.silence()):
+                    left -= silence.lasted_s
+                if left <= 0 and (error := self._silence()):
+                    # Also what has come to wait since the last look.
+                    self._handle(StorageSilent(f"{error.where}: {error.what}"))
+                    left = LOOK_AGAIN_S
+                await asyncio.wait([doing], timeout=max(left, 0.01))
+        finally:
+            doing.cancel()
+        return doing.result()
+
+    def _silence(self) -> StorageError | None:
+        """Return what the storage owes for too long; None: nothing."""
+        silence = self._attended.silence() if self._attended else None
+        late = silence is not None and silence.lasted_s >= self._storage_timeout_s
+        return silence.error() if silence and late else None
 
     async def _blocking(self, function: Callable[..., Result], *arguments: Any) -> Result:
         async with self._io:
@@ -347,8 +420,7 @@ class Service:
     async def _tick(self) -> None:
         # Ranks that seem to be missing may have been answered by another process, which then
         # published: ask the log before calling it a failure, but do not hang where it hangs.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._read_on(), LOG_WAIT_S)
+        await self._read_on_within(LOG_WAIT_S)
         self._handle(Tick())
 
     # --- what a progress display shows ------------------------------------------------------------

@@ -134,9 +134,11 @@ class Saves:
         self._root = open_root()
         self._loop = Loop()
         self.service = Service(RUN, open_root, **coordinator)
+        roots = [open_root() for _ in range(ranks)]
+        self._logs = [CommitLog(root) for root in roots]
         self.savers = [
-            Saver(open_root(), rank, options, Line(self.service, self._loop, rank), hooks(rank))
-            for rank in range(ranks)
+            Saver(root, rank, options, Line(self.service, self._loop, rank), hooks(rank), log=log)
+            for rank, (root, log) in enumerate(zip(roots, self._logs, strict=True))
         ]
         self.attempt = 0
         self._update = 0
@@ -150,6 +152,8 @@ class Saves:
         """
         self.attempt = self._loop.call(self.service.open_attempt(uuid.uuid4().hex))
         history = CommitLog(self._root).read()
+        for log in self._logs:
+            log.read()
         self._numbers = itertools.count(history.next_number)
         latest = history.latest.update if history.latest else 0
         self._update = latest if update is None else update

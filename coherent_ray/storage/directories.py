@@ -8,10 +8,10 @@ the last sync. So each process syncs above every directory that it writes into, 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import stat
-import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -107,10 +107,11 @@ class Directories:
             os.close(directory)
         return sorted(found)
 
-    def now(self) -> float:
+    def now(self) -> float | None:
         """Return the time in seconds on the file system's clock, which may not be this machine's.
 
-        A file is made and removed for it. Where that cannot be, this machine's clock must do.
+        A file is made and removed for it. None where that cannot be: this machine's clock is no
+        substitute, it may be hours ahead.
         """
         name = f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
         try:
@@ -125,7 +126,26 @@ class Directories:
             finally:
                 os.close(directory)
         except OSError:
-            return time.time()
+            return None
+
+    def in_use(self, names: Sequence[str], name: str) -> bool:
+        """Whether the writer of a temporary file lives, as far as the file system has locks."""
+        try:
+            directory = self.open(names)
+            try:
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+                file = os.open(name, flags, dir_fd=directory)
+            finally:
+                os.close(directory)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            finally:
+                os.close(file)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # nobody can tell
+        return False
 
     def remove(self, names: Sequence[str]) -> bool:
         """Remove an empty directory durably; False: it is not there, or not empty.

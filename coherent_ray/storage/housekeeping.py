@@ -20,7 +20,7 @@ class Temporary:
     size: int
     """Bytes."""
     idle_s: float
-    """Seconds since its writer last touched it, on the clock of the storage itself."""
+    """Seconds since its writer last touched it, by the storage's own clock; 0: not known."""
 
 
 @runtime_checkable
@@ -37,11 +37,12 @@ class Housekeeping(Protocol):
         compared; a file from the future has no age.
         """
 
-    def drop_temporary(self, path: str) -> None:
-        """Remove a temporary file durably; nothing happens where there is none.
+    def drop_temporary(self, path: str) -> bool:
+        """Remove a temporary file durably, and return whether it is gone.
 
-        A writer that still lives finds its file gone when it finishes, and fails: never a torn
-        file, at worst a save that must be done again.
+        It stays where the storage knows that its writer lives, however old it seems: a clock may
+        have jumped. Where it cannot know, a writer that still lives finds its file gone when it
+        finishes, and fails: never a torn file, at worst a save that must be done again.
         """
 
     def drop_directory(self, path: str) -> bool:

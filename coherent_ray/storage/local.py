@@ -12,6 +12,7 @@ be reached through one.
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
 import uuid
@@ -139,16 +140,22 @@ class LocalStorage:
         if not found:
             return []
         now = self._directories.now()
-        return [Temporary(path, size, max(now - touched, 0.0)) for path, size, touched in found]
+        return [
+            Temporary(path, size, 0.0 if now is None else max(now - touched, 0.0))
+            for path, size, touched in found
+        ]
 
-    def drop_temporary(self, path: str) -> None:
+    def drop_temporary(self, path: str) -> bool:
         """Remove a temporary file durably; see `Housekeeping.drop_temporary`."""
         *above, name = path.split("/")
         if not TEMPORARY_NAME.fullmatch(name):
             raise StorageError("this is no temporary file of the storage", where=self._where(path))
         if above:
             checked_path("/".join(above))
+        if self._directories.in_use(above, name):
+            return False
         self._unlink(above, name, self._where(path))
+        return True
 
     def drop_directory(self, path: str) -> bool:
         """Remove an empty directory durably; see `Housekeeping.drop_directory`."""
@@ -199,7 +206,8 @@ class LocalStorage:
                 raise no_file(mode, where)
             yield file
         finally:
-            os.close(file)
+            with suppress(OSError):  # what was read is read
+                os.close(file)
 
     def _above(self, names: Sequence[str], where: str) -> int:
         """Open the directory of a file that is to be read."""
@@ -246,6 +254,10 @@ class LocalWriter:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             self._file = os.open(self._temporary, flags, 0o666, dir_fd=directory)
+            # Says that the writer lives, whatever any clock says; the kernel lets go of it with the
+            # process. Where there are no locks, a temporary file is told by its age alone.
+            with suppress(OSError):
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(directory)
             raise
@@ -283,7 +295,7 @@ class LocalWriter:
             # The name, and that the temporary one is gone, in one. A power cut before this leaves
             # the name absent or whole, since the bytes were synced before there was a name.
             os.fsync(self._directory)
-        self._close()
+            self._close()
         if not free:
             raise AlreadyExists("the name is taken", where=self._where)
 
@@ -300,7 +312,7 @@ class LocalWriter:
             )
             self._named = True
             os.fsync(self._directory)
-        self._close()
+            self._close()
 
     def __enter__(self) -> Self:
         return self
@@ -311,7 +323,10 @@ class LocalWriter:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._close()
+        # What was not finished goes, and what was is closed: nothing that a close could say matters
+        # beside the error that brought us here.
+        with suppress(OSError):
+            self._close()
 
     def _write_behind(self) -> None:
         """Let the device begin with what was written, so that the sync at the end has little left.

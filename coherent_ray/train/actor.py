@@ -18,7 +18,7 @@ import ray
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
 from coherent_ray.commit.scrubbing import Schedule
-from coherent_ray.commit.service import Service
+from coherent_ray.commit.service import STORAGE_TIMEOUT_S, Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
@@ -38,6 +38,7 @@ class CoordinatorActor:
         *,
         ack_timeout_s: float,
         read_back: bool,
+        storage_timeout_s: float = STORAGE_TIMEOUT_S,
         keep: int | None = None,
         keep_every: int | None = None,
         scrub_every_s: float | None = None,
@@ -51,6 +52,7 @@ class CoordinatorActor:
             root: The run's root, as this process can reach it.
             ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
             read_back: Have every shard read again before its generation is published.
+            storage_timeout_s: Seconds that the storage may owe the answer to one call.
             keep: Whole generations that pruning keeps; None: all.
             keep_every: Updates of which it keeps one generation for ever; None: of none.
             scrub_every_s: Seconds within which each generation is read again; None: never.
@@ -63,6 +65,7 @@ class CoordinatorActor:
         self._options: dict[str, Any] = {
             "ack_timeout_s": ack_timeout_s,
             "read_back": read_back,
+            "storage_timeout_s": storage_timeout_s,
             "keep": keep,
             "keep_every": keep_every,
             "scrub_every_s": scrub_every_s,
@@ -75,6 +78,7 @@ class CoordinatorActor:
             retention=Policy(keep, keep_every),
             scrub=Schedule(scrub_every_s, scrub_bytes_per_s) if scrub_every_s else None,
             hook=hooks.installed(),
+            storage_timeout_s=storage_timeout_s,
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
         )
@@ -101,19 +105,20 @@ class CoordinatorActor:
             **self._identity(),
         }
 
-    async def open_attempt(self, token: str) -> int:
+    async def open_attempt(self, token: str, known: int = 0) -> int:
         """Open the run's next attempt and fence all older ones; clears every wish.
 
         Args:
             token: The caller's own unique word. The same token gives the same attempt.
+            known: The newest attempt that the caller knows of; 0: it knows of none.
 
         Raises:
-            LogDamaged: The log cannot be trusted.
+            LogDamaged: The log cannot be trusted, or has lost that attempt.
             WrongRun: The root holds another run.
             StorageError: The storage failed.
         """
         before = self._service.attempt
-        attempt = await self._service.open_attempt(token)
+        attempt = await self._service.open_attempt(token, known)
         if attempt > before:
             self._wish = "none"
             self._service.saving = False

@@ -55,6 +55,8 @@ class Admitted:
     rank: int
     ranks: int
     storage: Storage
+    log: CommitLog
+    """As this rank has read it."""
     next_number: int
     plan: Plan
     position: DataPosition
@@ -211,6 +213,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         rank=rank,
         ranks=ranks,
         storage=storage,
+        log=log,
         next_number=history.next_number,
         plan=plan,
         position=position,

@@ -37,6 +37,10 @@ from coherent_ray.train.identity import run_id_of
 
 logger = logging.getLogger(__name__)
 
+#: The newest attempt that this process has opened of the run under a root: what a log that vanishes
+#: is missed by.
+_opened: dict[tuple[str, str], int] = {}
+
 
 class AdmissionBackend(_TorchBackend):  # type: ignore[misc]
     """Admits, then sets up the process group. Ray keeps one for all attempts: it holds no state."""
@@ -99,7 +103,10 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     coordinator = coordinators.connect_for(config, run_id)
     # Ray starts a group that never began to train again under the same id: it is the same attempt.
     token = str(worker_group.get_worker_group_context().run_attempt_id)
-    attempt = coordinators.answer(coordinator.open_attempt.remote(token))
+    # A coordinator that was started again knows only the log, which may have vanished meanwhile.
+    known = _opened.get((run_id, config.run.root), 0)
+    attempt = coordinators.answer(coordinator.open_attempt.remote(token, known))
+    _opened[run_id, config.run.root] = attempt
     request = Request(
         backend_config.run, backend_config.code_path, run_id, attempt, backend_config.code
     )

@@ -68,6 +68,7 @@ class Boundaries:
             saved = self._settle()
             if saved is None or saved.fate.kind == "published":
                 return
+            self._saver.wait_for_storage()
             self.save(position, state)
 
     def close(self, *, wait: bool) -> None:

@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from coherent_ray.commit.coordinator import ACK_TIMEOUT_S
 from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
+from coherent_ray.commit.service import STORAGE_TIMEOUT_S
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError
 from coherent_ray.train.actor import CoordinatorActor
@@ -44,6 +45,7 @@ def connect(
     *,
     ack_timeout_s: float = ACK_TIMEOUT_S,
     read_back: bool = False,
+    storage_timeout_s: float = STORAGE_TIMEOUT_S,
     keep: int | None = None,
     keep_every: int | None = None,
     scrub_every_s: float | None = None,
@@ -62,6 +64,7 @@ def connect(
         root: The run's root, absolute, reachable from the head node under this very name.
         ack_timeout_s: Seconds from a generation's first acknowledgement to its last.
         read_back: Have every shard read again before its generation is published.
+        storage_timeout_s: Seconds that the storage may owe the answer to one call.
         keep: Whole generations that pruning keeps; None: all.
         keep_every: Updates of which it keeps one generation for ever; None: of none.
         scrub_every_s: Seconds within which each generation is read again; None: never.
@@ -77,6 +80,7 @@ def connect(
     options = {
         "ack_timeout_s": ack_timeout_s,
         "read_back": read_back,
+        "storage_timeout_s": storage_timeout_s,
         "keep": keep,
         "keep_every": keep_every,
         "scrub_every_s": scrub_every_s,
@@ -114,6 +118,7 @@ def connect_for(config: Config, run_id: str, actor: type[CoordinatorActor] | Non
         config.run.root,
         ack_timeout_s=checkpoint.ack_timeout_s,
         read_back=checkpoint.verify == "read_back",
+        storage_timeout_s=checkpoint.storage_timeout_s,
         keep=checkpoint.keep,
         keep_every=checkpoint.keep_every,
         scrub_every_s=checkpoint.scrub_every_s,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 #: Below a run's root.
 DIRECTORY = "drivers"
 #: Logs of earlier commands that stay.
 KEPT = 9
+_STAMP = "%Y%m%dT%H%M%SZ"
 _PREFIX = "coherent-ray-driver-"
 _WORDS = 6
 _WORD_LENGTH = 300
@@ -30,12 +31,13 @@ def place(root: str) -> Path:
         root: The run's root, absolute, or an address.
     """
     if "://" not in root and Path(root).is_dir():
-        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
         with contextlib.suppress(OSError):
             directory = Path(root) / DIRECTORY
             directory.mkdir(exist_ok=True)
-            _make_room(directory)
-            path = directory / f"{stamp}-{os.getpid()}.log"
+            old = sorted(directory.glob("[0-9]*T[0-9]*Z-[0-9]*.log"))
+            for path in old[: max(0, len(old) - KEPT)]:
+                path.unlink(missing_ok=True)
+            path = directory / f"{_stamp(old)}-{os.getpid()}.log"
             path.touch(exist_ok=True)
             _require_room(path)
             return path
@@ -73,10 +75,16 @@ def last_words(path: Path) -> list[str]:
     return [line[:_WORD_LENGTH] for line in lines[-_WORDS:]]
 
 
-def _make_room(directory: Path) -> None:
-    old = sorted(directory.glob("[0-9]*T[0-9]*Z-[0-9]*.log"))
-    for path in old[: max(0, len(old) - KEPT)]:
-        path.unlink(missing_ok=True)
+def _stamp(old: list[Path]) -> str:
+    """Return the time as names begin with; after that of the newest log, though the clock is not.
+
+    Logs give way in order of name: a clock that was put back must not make the newest the oldest.
+    """
+    now = datetime.now(UTC)
+    with contextlib.suppress(ValueError, IndexError, OverflowError):
+        newest = datetime.strptime(old[-1].name.partition("-")[0], _STAMP).replace(tzinfo=UTC)
+        now = max(now, newest + timedelta(seconds=1))
+    return now.strftime(_STAMP)
 
 
 def _require_room(path: Path) -> None:

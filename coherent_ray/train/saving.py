@@ -5,18 +5,25 @@ save, if that is still in flight). The thread behind writes the shard, acknowled
 another rank's back where it is asked to, and so learns the generation's fate. Ranks act on a fate
 only where all of them look at it: at the next save, or at the end. So all of them count the same
 failures and stop at the same boundary.
+
+A storage that does not answer holds the thread, not the training: after
+``checkpoint.storage_timeout_s`` the save is given up, which is a failed save like any other. The
+thread still reads the snapshot, so until it comes back the next saves fail at once, without a copy;
+then all is as before. A save is given up only while its word is not out: so a generation that this
+rank counts as failed is never published by a word that came late.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import Fate
-from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.log import DIRECTORY, CommitLog
 from coherent_ray.commit.manifest import (
     RECEIPTS_BYTES,
     Acknowledgement,
@@ -32,8 +39,12 @@ from coherent_ray.state.fingerprint import Fingerprint
 from coherent_ray.state.shards import write_shard
 from coherent_ray.state.snapshot import Snapshot
 from coherent_ray.state.writer import BackgroundWriter
+from coherent_ray.storage.attended import AttendedStorage
 from coherent_ray.storage.base import Storage
 from coherent_ray.train.hooks import Hook, reach
+
+#: Seconds between two looks at a storage whose time is over while a rank's word is out.
+_LOOK_AGAIN_S = 0.02
 
 
 class Coordination(Protocol):
@@ -74,6 +85,40 @@ class Boundary:
     """The segment that `header.receipts` names; rank 0 writes it."""
 
 
+class _Flight:
+    """One save in flight: either its word goes out, or it is given up."""
+
+    def __init__(self, boundary: Boundary, stall_s: float) -> None:
+        self.boundary = boundary
+        self.stall_s = stall_s
+        self.begun = time.monotonic()
+        self._lock = threading.Lock()
+        self._speaking = self.given_up = False
+
+    def speak(self) -> bool:
+        """Take the right to acknowledge; False: the save was given up."""
+        with self._lock:
+            self._speaking = not self.given_up
+            return self._speaking
+
+    def heard(self) -> None:
+        """Say that the acknowledgement will not be answered: from here on the log is asked."""
+        self._speaking = False
+
+    def give_up(self) -> bool:
+        """Take back the right to acknowledge; False: the word is out, and its answer decides."""
+        with self._lock:
+            self.given_up = not self._speaking
+            return self.given_up
+
+    def saved(self, fate: Fate, shard_bytes: int = 0) -> Saved:
+        """Return how it went, now that its fate is known."""
+        header = self.boundary.header
+        name = records.generation_name(header.number, header.attempt)
+        durable_s = time.monotonic() - self.begun + self.stall_s
+        return Saved(name, header.number, header.update, fate, self.stall_s, durable_s, shard_bytes)
+
+
 class Saver:
     """Makes one rank's part of generations. For the training thread."""
 
@@ -84,6 +129,8 @@ class Saver:
         options: Checkpoint,
         line: Coordination,
         hook: Hook | None = None,
+        *,
+        log: CommitLog | None = None,
     ) -> None:
         """Make a saver; nothing is allocated before the first save.
 
@@ -93,8 +140,11 @@ class Saver:
             options: The configuration's checkpoint section.
             line: To the coordinator.
             hook: Called at named points, for drills.
+            log: The commit log as this rank has read it: before each save its last record is looked
+                for again. None: it is not.
         """
-        self._storage = storage
+        self._storage = AttendedStorage(storage)
+        self._log = log
         self._rank = rank
         self._options = options
         self._line = line
@@ -102,6 +152,9 @@ class Saver:
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._pending: Future[Saved] | None = None
+        self._flight: _Flight | None = None
+        self._stuck: Future[Saved] | None = None
+        """A save that was given up, and whose thread may not have come back."""
         self._failures = 0
         self.last: Saved | None = None
         """The newest save whose fate is known and was looked at."""
@@ -110,6 +163,8 @@ class Saver:
 
     def settle(self) -> Saved | None:
         """Wait for the save in flight and act on its fate; all ranks do so at the same boundary.
+
+        Waits for the storage no longer than ``checkpoint.storage_timeout_s`` for any one answer.
 
         Returns:
             The save; None where none was in flight.
@@ -121,7 +176,7 @@ class Saver:
         """
         if self._pending is None:
             return None
-        saved = self._pending.result()
+        saved = self._landed(self._pending)
         self._pending = None
         self.last = saved
         fate = saved.fate
@@ -152,13 +207,28 @@ class Saver:
             Seconds that training stood still.
         """
         header = boundary.header
+        if self._is_stuck():
+            stall = time.monotonic() - since
+            self._pending = Future()
+            self._pending.set_result(self._given_up(_Flight(boundary, stall)))
+            self.stalls_s.append(stall)
+            return stall
         if self._snapshot is None or self._snapshot.layout != header.layout:
             self._snapshot = Snapshot(header.layout, self._rank, header.ranks)
         self._snapshot.take(state.tensors)
         stall = time.monotonic() - since
         self.stalls_s.append(stall)
-        self._pending = self._writer.submit(lambda: self._save(boundary, stall))
+        flight = self._flight = _Flight(boundary, stall)
+        self._pending = self._writer.submit(lambda: self._save(flight))
         return stall
+
+    def wait_for_storage(self) -> None:
+        """Let a save that was given up come back, if it does before the storage's time is over.
+
+        For the last generation of a run: behind it there is no training to go on with.
+        """
+        if self._stuck is not None:
+            wait([self._stuck], timeout=self._options.storage_timeout_s)
 
     @property
     def busy(self) -> bool:
@@ -171,29 +241,64 @@ class Saver:
         return self._pending is not None and not self._pending.done()
 
     def close(self) -> None:
-        """Let the save in flight finish, and end the thread."""
-        self._writer.close()
+        """Let the save in flight finish, and end the thread, as far as the storage answers."""
+        if self._pending is not None:
+            self._give_up_or_wait(self._pending)
+        self._writer.close(timeout=0 if self._is_stuck() else None)
+
+    # --- a storage that does not answer -----------------------------------------------------------
+
+    def _landed(self, pending: Future[Saved]) -> Saved:
+        if self._give_up_or_wait(pending):
+            assert self._flight is not None
+            return self._given_up(self._flight)
+        return pending.result()
+
+    def _give_up_or_wait(self, pending: Future[Saved]) -> bool:
+        """Wait for a save, and return whether it was given up."""
+        while not pending.done():
+            silence = self._storage.silence()
+            left = self._options.storage_timeout_s - (silence.lasted_s if silence else 0.0)
+            if left <= 0 and self._flight is not None and self._flight.give_up():
+                self._stuck = pending
+                return True
+            wait([pending], timeout=max(left, _LOOK_AGAIN_S))
+        return False
+
+    def _is_stuck(self) -> bool:
+        """Whether the thread has not come back from a save that was given up."""
+        if self._stuck is not None and self._stuck.done():
+            self._stuck = None
+        return self._stuck is not None
+
+    def _given_up(self, flight: _Flight) -> Saved:
+        silence = self._storage.silence()
+        error = silence.error() if silence else SaveFailed("the save before it has not ended")
+        return flight.saved(self._failed(flight.boundary.header, error))
 
     # --- behind training --------------------------------------------------------------------------
 
-    def _save(self, boundary: Boundary, stall: float) -> Saved:
-        begun = time.monotonic()
-        header = boundary.header
-        size = 0
+    def _save(self, flight: _Flight) -> Saved:
+        header = flight.boundary.header
+        fate, size = Fate("failed", header.number, header.attempt, "it was given up"), 0
         try:
-            shard = self._write(boundary)
+            shard = self._write(flight.boundary)
             size = shard.size
-            fate = self._acknowledge(self._word(boundary, shard), header)
+            fate = self._acknowledge(flight, self._word(flight.boundary, shard)) or fate
         except Exception as error:
-            fate = self._published(header) or self._failed(header, error)
-        durable = time.monotonic() - begun + stall
-        name = records.generation_name(header.number, header.attempt)
-        return Saved(name, header.number, header.update, fate, stall, durable, size)
+            flight.heard()
+            if not flight.given_up:
+                fate = self._published(header) or self._failed(header, error)
+        # What was given up is said by whoever gave it up; nobody looks at this fate.
+        return flight.saved(fate, size)
 
     def _write(self, boundary: Boundary) -> ShardRecord:
         assert self._snapshot is not None
         header = boundary.header
         reach(self._hook, "save:begin")
+        if self._log is not None:
+            with self._storage.attending("reading", DIRECTORY):
+                self._log.confirm()
         if self._rank == 0 and header.receipts is not None:
             self._write_receipts(header.receipts.path, boundary.receipts)
         shard = write_shard(
@@ -210,12 +315,18 @@ class Saver:
         reach(self._hook, "save:acknowledge")
         return shard
 
-    def _acknowledge(self, word: Acknowledgement, header: GenerationHeader) -> Fate:
-        """Hand in the word, read back what the coordinator asks for, and return the fate."""
+    def _acknowledge(self, flight: _Flight, word: Acknowledgement) -> Fate | None:
+        """Hand in the word, read back what is asked for, and return the fate; None: given up."""
+        if not flight.speak():
+            return None
         reply = self._line.acknowledge(word)
         if isinstance(reply, Request):
+            # Nothing is published without the word of this reading, so it may be given up as well.
+            flight.heard()
             reach(self._hook, "save:read_back")
-            read = read_back(self._storage, header, reply.shard)
+            read = read_back(self._storage, flight.boundary.header, reply.shard)
+            if not flight.speak():
+                return None
             # The same word with more in it: a coordinator that knows nothing needs no other.
             reply = self._line.acknowledge(replace(word, read_back=read))
         if isinstance(reply, Request):

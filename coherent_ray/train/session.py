@@ -227,7 +227,14 @@ class Session:
             prefetch=self.config.data.prefetch,
         )
         self._hook = hooks.installed()
-        saver = Saver(admitted.storage, self.rank, self.config.checkpoint, self._line, self._hook)
+        saver = Saver(
+            admitted.storage,
+            self.rank,
+            self.config.checkpoint,
+            self._line,
+            self._hook,
+            log=admitted.log,
+        )
         self.boundaries = Boundaries(admitted, saver, self.chain)
         self.progress = Progress(
             self._line, admitted.attempt, self.rank, self.updates_total, self.position.update

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
 from pathlib import Path
@@ -162,6 +163,8 @@ def abandoned(storage: Storage, path: str) -> Writer:
     """A file whose writer was killed in the middle."""
     writer = storage.open_writer(path)
     writer.write(b"half of a sha")
+    if isinstance(storage, LocalStorage):
+        fcntl.flock(writer._file, fcntl.LOCK_UN)  # type: ignore[attr-defined]
     return writer
 
 
@@ -201,6 +204,19 @@ def test_temporary_files_of_killed_writers_go_after_a_grace_period(
         writers[1].finish()
     assert not (tmp_path / "generations/g2-a2/x").exists()
     check_live_is_whole(run.storage)
+
+
+def test_a_writer_that_lives_keeps_its_file_though_the_clock_jumps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The storage's own clock, in the middle of a save: what it wrote seems to be hours old."""
+    run = run_of(1, storage=LocalStorage(tmp_path))
+    writer = run.storage.open_writer("generations/g2-a1/shard")
+    writer.write(b"half of a sha")
+    make_old(temporaries(tmp_path)[0], monkeypatch, 10 * GRACE_S)
+    assert prune(run, keep=None).deleted == ()
+    writer.finish()
+    assert run.storage.read("generations/g2-a1/shard") == b"half of a sha"
 
 
 def test_a_wall_clock_that_jumps_does_not_make_files_old(

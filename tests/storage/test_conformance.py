@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from coherent_ray.storage import LocalStorage
+from coherent_ray.storage.attended import AttendedStorage
 from coherent_ray.storage.testing.conformance import StorageConformance
 from coherent_ray.storage.testing.faults import FaultyStorage
 from coherent_ray.storage.testing.memory import MemoryStorage
@@ -54,3 +55,10 @@ class TestFaultyStorageWithoutFaults(TestMemoryStorage):
 
     def open(self) -> FaultyStorage:
         return FaultyStorage(self.storage)
+
+
+class TestAttendedStorage(TestMemoryStorage):
+    """The wrapper only remembers what has not come back."""
+
+    def open(self) -> AttendedStorage:
+        return AttendedStorage(self.storage)

@@ -48,3 +48,23 @@ def test_old_logs_give_way(tmp_path: Path) -> None:
     driver_log.place(str(tmp_path))
     assert len(list(directory.glob("*.log"))) == driver_log.KEPT + 1
     assert (directory / "mine.txt").exists()
+
+
+def test_a_clock_that_was_put_back_does_not_make_the_newest_log_the_oldest(tmp_path: Path) -> None:
+    directory = tmp_path / driver_log.DIRECTORY
+    directory.mkdir()
+    for day in range(10, 30):
+        (directory / f"220001{day}T235959Z-1.log").write_text("by a clock that was ahead")
+    mine = driver_log.place(str(tmp_path))
+    assert mine.name.startswith("22000130T000000Z-")
+    mine.write_text("words")
+    for _ in range(driver_log.KEPT):
+        driver_log.place(str(tmp_path)).write_text("words")
+    assert mine.exists()
+
+
+def test_a_name_that_tells_no_time_is_no_trouble(tmp_path: Path) -> None:
+    directory = tmp_path / driver_log.DIRECTORY
+    directory.mkdir()
+    (directory / "99999999T999999Z-1.log").write_text("?")
+    assert item_of(driver_log.place(str(tmp_path)).relative_to(tmp_path).as_posix()) is not None
