@@ -33,26 +33,29 @@ MATRIX = (
     (2, "rank 1"),
     (2, "coordinator"),
 )
-#: Planted bugs, and who is struck where each is looked for.
+#: Who is struck, and which bug is planted.
 PLANTED = (
-    ("files are not synced", 1, "rank 0"),
-    ("records and manifests are written in place", 1, "coordinator"),
-    ("a shard is acknowledged before it is written", 1, "rank 0"),
+    (1, "rank 0", "files are not synced"),
+    (1, "coordinator", "records and manifests are written in place"),
+    (1, "rank 0", "a shard is acknowledged before it is written"),
 )
 #: Seconds that the judge gives one run of the job.
 TIMEOUT_S = 120
 
 
 #: Points at which a planted bug is looked for, spread over modes and operations.
-PLANTED_POINTS = 40
+PLANTED_POINTS = 24
 ALL_POINTS = 10_000
 
 
-def judged(judge: Path, ranks: int, struck: str, bug: str | None = None) -> dict[str, Any]:
+def judged(
+    judge: Path, jobs: int, ranks: int, struck: str, bug: str | None
+) -> dict[str, Any]:
     """Let the judge strike one process, and return what it says.
 
     Args:
         judge: The judge's program.
+        jobs: Runs of the job at once.
         ranks: Of the job.
         struck: Who is struck.
         bug: Planted. None: nothing is, and the judge strikes at every point.
@@ -64,7 +67,7 @@ def judged(judge: Path, ranks: int, struck: str, bug: str | None = None) -> dict
         address, work, said = (Path(scratch) / name for name in ("socket", "work", "said"))
         with warm.listening(address) as listener, said.open("wb") as output:
             program = subprocess.Popen(
-                _asked(judge, work, PLANTED_POINTS if bug else ALL_POINTS, warm.command(job)),
+                [str(judge), "run", *_options(work, jobs, bug), "--", *warm.command(job)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 # The job lets the judge into the one process that is to be struck, and no other.
@@ -74,13 +77,11 @@ def judged(judge: Path, ranks: int, struck: str, bug: str | None = None) -> dict
             warm.serve(listener, program)
         found = report.read(said.read_text(), work)
     row = {"ranks": ranks, "struck": struck, **({"bug": bug} if bug else {}), **found}
-    row["seconds"] = round(time.monotonic() - begun, 1)
-    print(json.dumps(row), flush=True)
-    return row
+    return row | {"seconds": round(time.monotonic() - begun, 1)}
 
 
-def _asked(judge: Path, work: Path, most: int, command: list[str]) -> list[str]:
-    """Return the judge's command line.
+def _options(work: Path, jobs: int, bug: str | None) -> list[str]:
+    """Return what the judge is asked for.
 
     To the judge a checkpoint is a publish record, with the record's number as its step: what has no
     record never happened. Record 1 opens the attempt; generations begin with record 2.
@@ -92,12 +93,25 @@ def _asked(judge: Path, work: Path, most: int, command: list[str]) -> list[str]:
         "result-file": "{out}/final.bin",
         "modes": ",".join(report.MODES),
         "fail-on": ",".join((*report.BAD, "CONTROL_FAIL")),
-        "max-points": str(most),
-        "jobs": "1",
+        "max-points": str(PLANTED_POINTS if bug else ALL_POINTS),
+        "jobs": str(jobs),
         "timeout": str(TIMEOUT_S),
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", value)]
-    return [str(judge), "run", *words, "--", *command]
+    return [word for name, value in options.items() for word in (f"--{name}", value)]
+
+
+def result_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the whole result; it holds once every cell and every bug is there."""
+    cells = [row for row in rows if "bug" not in row]
+    planted = [row for row in rows if "bug" in row]
+    whole = len(cells) == len(MATRIX) and len(planted) == len(PLANTED)
+    return {
+        "judge": " and ".join(sorted({f"ckpt-chaos {row['judge']}" for row in rows})),
+        "held": whole and all(map(report.kept, cells)) and all(map(report.found, planted)),
+        "points": sum(sum(cell["points"].values()) for cell in cells),
+        "cells": cells,
+        "planted": planted,
+    }
 
 
 def main() -> int:
@@ -105,17 +119,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--judge", type=Path, default=Path("ckpt-chaos"), help="its program")
     parser.add_argument("--out", type=Path, default=PROJECT / "benchmarks/results/chaos.json")
+    parser.add_argument("--jobs", type=int, default=1, help="runs of the job at once")
+    parser.add_argument("--go-on", action="store_true", help="keep what --out has already")
     options = parser.parse_args()
-    cells = [judged(options.judge, ranks, struck) for ranks, struck in MATRIX]
-    planted = [judged(options.judge, ranks, struck, bug) for bug, ranks, struck in PLANTED]
-    result = {
-        "judge": f"ckpt-chaos {cells[0]['judge']}",
-        "held": all(map(report.kept, cells)) and all(map(report.found, planted)),
-        "points": sum(sum(cell["points"].values()) for cell in cells),
-        "cells": cells,
-        "planted": planted,
-    }
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    before = json.loads(options.out.read_text()) if options.go_on else result_of([])
+    rows = [*before["cells"], *before["planted"]]
+    for ranks, struck, bug in (*((*cell, None) for cell in MATRIX), *PLANTED):
+        if (ranks, struck, bug) in {(row["ranks"], row["struck"], row.get("bug")) for row in rows}:
+            continue
+        rows.append(judged(options.judge, options.jobs, ranks, struck, bug))
+        print(json.dumps(rows[-1]), flush=True)
+        options.out.write_text(json.dumps(result_of(rows), indent=1) + "\n")
+    result = result_of(rows)
     print(f"held: {result['held']}; {result['points']} points; written to {options.out}")
     return int(not result["held"])
 

@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch._dynamo  # an optimizer would import it, in each rank
 
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog

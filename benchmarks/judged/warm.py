@@ -8,7 +8,6 @@ it up), the job ends too.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import socket
@@ -34,8 +33,7 @@ def command(arguments: list[str]) -> list[str]:
 
 @contextmanager
 def listening(address: Path) -> Iterator[socket.socket]:
-    """Import what a job needs, and listen for clients under an address that is free."""
-    importlib.import_module("torch._dynamo")  # an optimizer would import it, in each job
+    """Listen for clients, under an address that is free."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(str(address))
         listener.listen()

@@ -91,7 +91,7 @@ class Buffered:
 
     def _place(self, path: Any, directory: int | None) -> str:
         if directory is None:
-            return os.path.abspath(path)
+            return str(os.path.abspath(path))
         return f"{self._places[directory]}/{os.fspath(path)}"
 
 
