@@ -48,9 +48,7 @@ PLANTED_POINTS = 24
 ALL_POINTS = 10_000
 
 
-def judged(
-    judge: Path, jobs: int, ranks: int, struck: str, bug: str | None
-) -> dict[str, Any]:
+def judged(judge: Path, jobs: int, ranks: int, struck: str, bug: str | None) -> dict[str, Any]:
     """Let the judge strike one process, and return what it says.
 
     Args:
