@@ -4,7 +4,8 @@ The judge knows nothing of this project. It runs a small job that saves and load
 code (``judged/``), kills it before each file operation, with the file torn, with what was not
 synced taken back, and by SIGTERM; resumes it each time; and compares with a run that nothing
 struck. Struck are rank 0, rank 1 and the coordinator, at 1 and 2 ranks. Then planted bugs must be
-found, or all of it would prove nothing. Takes about ten minutes on 2 cores.
+found, or all of it would prove nothing. Takes about ten minutes on 2 cores;
+``--jobs`` shortens that on a busy machine, ``--go-on`` goes on with a run that was stopped.
 
     python -m venv /tmp/judge && /tmp/judge/bin/pip install ckpt-chaos==0.1.8
     python benchmarks/chaos.py --judge /tmp/judge/bin/ckpt-chaos
