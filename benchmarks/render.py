@@ -150,7 +150,35 @@ def storm(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def chaos(result: dict[str, Any]) -> str:
+    """Return the external judge's verdicts as two tables: who was struck, and what was planted."""
+    bad = ("HARD_FAIL", "SILENT_DIVERGENCE", "LOST_WORK")
+    shown = ("before", "torn", "unsynced", "term")
+    lines = [
+        f"{result['judge']}, {result['points']} points:",
+        "",
+        f"| ranks | struck | {' | '.join(shown)} | passed | {' | '.join(bad)} | did not crash |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in result["cells"]:
+        points = " | ".join(str(row["points"][mode]) for mode in shown)
+        verdicts = " | ".join(str(row["verdicts"][verdict]) for verdict in ("PASS", *bad))
+        who = f"{row['ranks']} | {row['struck']}"
+        lines.append(f"| {who} | {points} | {verdicts} | {row['did_not_crash']} |")
+    lines += [
+        "",
+        f"| planted bug | struck | points | {' | '.join(bad)} |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in result["planted"]:
+        verdicts = " | ".join(str(row["verdicts"][verdict]) for verdict in bad)
+        points = sum(row["points"].values())
+        lines.append(f"| {row['bug']} | {row['struck']} | {points} | {verdicts} |")
+    return "\n".join(lines) + "\n"
+
+
 FIGURES = {
+    "chaos": chaos,
     "fuzz": fuzz,
     "replay": replay,
     "reduction": reduction,

@@ -67,3 +67,20 @@ def test_the_replay_campaign_on_record_is_whole_and_equal() -> None:
             assert struck["kills"].count("worker") >= 3
             assert struck["kills"].count("coordinator") >= 1
             assert struck["attempts"] >= 4
+
+
+def test_the_external_judge_on_record_struck_everywhere_and_found_only_what_was_planted() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "chaos.json").read_text())
+    assert result["held"]
+    assert {(cell["ranks"], cell["struck"]) for cell in result["cells"]} == {
+        (1, "rank 0"), (1, "coordinator"), (2, "rank 0"), (2, "rank 1"), (2, "coordinator"),
+    }  # fmt: skip
+    for cell in result["cells"]:
+        assert set(cell["points"]) == {"before", "torn", "unsynced", "term"}
+        assert all(cell["points"].values())
+        assert cell["verdicts"]["PASS"] == sum(cell["points"].values())
+        assert cell["did_not_crash"] == cell["crashed_elsewhere"] == 0
+    assert len(result["planted"]) == 3
+    for row in result["planted"]:
+        assert row["control"] == "PASS"
+        assert row["verdicts"]["PASS"] < sum(row["points"].values())
