@@ -76,6 +76,11 @@ class Injected:
         """Whether training has to find its way again."""
         return self.injection.act not in {"go on", "fill", "free"}
 
+    @property
+    def ends_attempt(self) -> bool:
+        """Whether only a later attempt can go on: what the struck one still says is no news."""
+        return self.injection.target not in {"coordinator", "head"}
+
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
         values = asdict(self)

@@ -183,7 +183,8 @@ class Scene:
             if seen.next_update_s is not None or not seen.disturbs:
                 continue
             later = attempt > seen.attempt and update > resumed
-            if later or (attempt == seen.attempt and update > seen.update):
+            same = attempt == seen.attempt and update > seen.update and not seen.ends_attempt
+            if later or same:
                 seen.next_update_s = round(time.monotonic() - struck_at, 2)
                 seen.lost = max(0, seen.update - resumed) if later else 0
 

@@ -116,6 +116,8 @@ def test_what_was_lost_and_how_long_it_took(scene: Any, alive: set[int], struck:
     assert (seen.update, seen.attempt, seen.next_update_s) == (5, 1, None)
     made._listen(progress(1, update=5))
     assert seen.next_update_s is None, "what the struck attempt still reports is no news"
+    made._listen(progress(1, update=6))
+    assert seen.next_update_s is None, "nor where another rank had gone on behind the save"
     made._listen(Event("progress", facts={"progress": {
         "attempt": 2, "update": 3, "resumed_at": 2}}))  # fmt: skip
     assert seen.next_update_s is not None
