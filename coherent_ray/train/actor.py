@@ -224,7 +224,8 @@ class CoordinatorActor:
             rank: The rank.
             why: In words.
         """
-        self._told(self._departures.told(attempt, [rank], why, None), attempt)
+        if attempt == self._service.attempt:  # else its group is over already
+            self._told(self._departures.told(attempt, [rank], why, None), attempt)
 
     async def left(self, attempt: int, generation: str | None) -> None:
         """Take down that the group leaves.
