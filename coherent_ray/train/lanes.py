@@ -116,7 +116,7 @@ class Carry:
         node = Subtree(lane, size)
         owned = lane in self._owned and holds(self._owned, node, self._lanes)
         if lane != self.next or not owned:
-            raise ValueError(f"{node} came where lane {self.next} of {self._owned} was due")
+            raise ValueError(f"lane {lane} came where lane {self.next} of {self._owned} was due")
         self.next = min(node.stop, self._lanes)
         if present:
             self.held.append(node)

@@ -164,7 +164,7 @@ def gone_on(
 
 
 def test_a_node_that_is_not_owned_whole_cannot_arrive() -> None:
-    for owned, node in ((range(1, 4), (0, 2)), (range(4), (2, 4)), (range(2, 3), (2, 2))):
+    for owned, node in ((range(1, 4), (0, 2)), (range(4), (0, 8)), (range(2, 3), (2, 2))):
         carry = Carry(owned, 8)
         carry.next = node[0]
         with pytest.raises(ValueError, match="was due"):
