@@ -225,6 +225,8 @@ class Checkpoint(Section):
 
     every_updates: Positive = 100
     """Updates between two generations; the last update always makes one."""
+    mid_update: bool = False
+    """Whether a save that is asked for may happen between two microbatches of an update."""
     digest: Algorithm = SHARD_ALGORITHM
     """Hash of the shards' blocks. xxh3_128 finds damage; blake3 and sha256 find forgery too."""
     block_bytes: Annotated[int, Field(ge=4_096, le=2**30, multiple_of=4_096)] = 4 * 2**20

@@ -15,7 +15,7 @@ Buffers that are not persistent are derived by declaration, and not stored.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -36,9 +36,11 @@ from coherent_ray.state.optimizer import (
     restore_optimizer,
     tensor_names,
 )
+from coherent_ray.state.parts import Part
 from coherent_ray.state.values import decode, encode
 
-_MODEL = "model/"
+#: Before the names of a model's tensors in the flat state.
+MODEL = "model/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,8 @@ class State:
     """References to live tensors."""
     values: dict[str, Json]
     """For `GenerationHeader.values`."""
+    parts: dict[str, Part] = field(default_factory=dict)
+    """Tensors of which each rank has only the items that it stores."""
 
 
 def capture(
@@ -70,8 +74,8 @@ def capture(
     Raises:
         TaskError: Something cannot be stored exactly; names its place.
     """
-    model = _plain(model)
-    tensors = {_MODEL + name: tensor for name, tensor in _model_tensors(model)}
+    model = plain(model)
+    tensors = {MODEL + name: tensor for name, tensor in _model_tensors(model)}
     values: dict[str, Json] = {"model": _extra_states(model)}
     values["optimizer"] = None
     if optimizer is not None:
@@ -111,7 +115,7 @@ def restore(  # noqa: PLR0917 - one for each part of a job
         StateMismatch: Something does not fit; names the first tensor or part, and both values.
             Nothing was changed.
     """
-    model = _plain(model)
+    model = plain(model)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     for name, part in parts.items():
         _check_part(name, values.get(name), part)
@@ -135,7 +139,7 @@ def state_spec(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises:
         TaskError: A tensor cannot be stored.
     """
-    specs = [spec_of(_MODEL + name, tensor) for name, tensor in _model_tensors(_plain(model))]
+    specs = [spec_of(MODEL + name, tensor) for name, tensor in _model_tensors(plain(model))]
     return {spec.name: (spec.dtype, spec.shape) for spec in specs}
 
 
@@ -151,7 +155,7 @@ def check_spec(layout: StateLayout, spec: Mapping[str, tuple[str, tuple[int, ...
         StateMismatch: It has not; names the first tensor in layout order and both values.
     """
     live = {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in spec.items()}
-    stored = {t.name: t for t in layout.tensors if t.name.startswith(_MODEL)}
+    stored = {t.name: t for t in layout.tensors if t.name.startswith(MODEL)}
     for name in [*stored, *sorted(set(live) - set(stored))]:
         if stored.get(name) != live.get(name):
             raise mismatch(name, _described(stored.get(name)), _described(live.get(name)))
@@ -161,7 +165,7 @@ def _described(tensor: TensorSpec | torch.Tensor | None) -> str:
     return "missing" if tensor is None else describe(tensor)
 
 
-def _plain(model: nn.Module) -> nn.Module:
+def plain(model: nn.Module) -> nn.Module:
     """Return the module under ``torch.compile``, whose names are the same in both."""
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
@@ -233,7 +237,7 @@ def _check_names(
     values: Mapping[str, Json],
     model: Mapping[str, torch.Tensor],
 ) -> None:
-    live = {_MODEL + name: tensor for name, tensor in model.items()}
+    live = {MODEL + name: tensor for name, tensor in model.items()}
     for name, tensor in live.items():
         stored = tensors.get(name)
         if stored is None or stored.shape != tensor.shape or stored.dtype != tensor.dtype:
@@ -248,7 +252,7 @@ def _check_names(
 @torch.no_grad()
 def _restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Json) -> None:
     for name, tensor in _model_tensors(model):
-        tensor.copy_(tensors[_MODEL + name])
+        tensor.copy_(tensors[MODEL + name])
     for name, module in _stateful_modules(model):
         if name in stored:
             module.set_extra_state(decode(stored[name]))

@@ -69,6 +69,16 @@ def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fin
         f"{_mix(value ^ _mix(spec.nbytes)):016x}"
         for value, spec in zip(values, layout.tensors, strict=True)
     )
+    return combined(layout, hexes)
+
+
+def combined(layout: StateLayout, hexes: tuple[str, ...]) -> Fingerprint:
+    """Return the fingerprint of a state of which each tensor's is known.
+
+    Args:
+        layout: Of all tensors.
+        hexes: One a tensor, in layout order.
+    """
     content = manifest.dump(layout) + canonical.dump(list(hexes))
     return Fingerprint(digest_of(content), hexes)
 

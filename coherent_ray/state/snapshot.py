@@ -17,6 +17,7 @@ from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout
 from coherent_ray.digests import Buffer
 from coherent_ray.state.flat import bits_of, carrier_of, items_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, Piece, check_tensors
+from coherent_ray.state.parts import Part
 
 
 class Snapshot:
@@ -49,17 +50,27 @@ class Snapshot:
         return self._memory
 
     @torch.no_grad()
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def take(
+        self, tensors: Mapping[str, torch.Tensor], parts: Mapping[str, Part] | None = None
+    ) -> None:
         """Copy this rank's part of the tensors; it is whole when the call returns.
 
         Args:
             tensors: The whole state by name, on any device.
+            parts: But for these, of which this rank has just the items that it stores.
 
         Raises:
             StateMismatch: The tensors are not those of the layout.
         """
-        check_tensors(self.layout, tensors)
-        sources = [_source(piece, tensors[piece.name]) for piece in self._pieces]
+        parts = parts or {}
+        whole = tuple(spec for spec in self.layout.tensors if spec.name not in parts)
+        check_tensors(StateLayout(whole), tensors)
+        sources = [
+            parts[piece.name].items_of(piece)
+            if piece.name in parts
+            else _source(piece, tensors[piece.name])
+            for piece in self._pieces
+        ]
         for target, source in zip(self._targets, sources, strict=True):
             target.copy_(source, non_blocking=True)
         for device in {s.device for s in sources if s.device.type != "cpu"}:

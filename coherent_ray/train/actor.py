@@ -9,11 +9,15 @@ it; so does the owner's name, which the owner repeats.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
+import secrets
 import time
-from typing import Any, Literal
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
@@ -22,10 +26,12 @@ from coherent_ray.commit.service import STORAGE_TIMEOUT_S, Service
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.storage.base import Storage
-from coherent_ray.train import hooks
-from coherent_ray.train.whereabouts import Whereabouts
+from coherent_ray.train import departures, drains, hooks
+from coherent_ray.train.departures import Departures
+from coherent_ray.train.whereabouts import REPEAT_S, Whereabouts
+from coherent_ray.train.wishes import TOKENS, Word
 
-Wish = Literal["none", "save", "stop"]
+logger = logging.getLogger(__name__)
 
 
 class CoordinatorActor:
@@ -82,10 +88,14 @@ class CoordinatorActor:
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
         )
-        self._wish: Wish = "none"
+        self._wish: Word = "none"
+        self._token = 0
+        self._departures = Departures()
+        self._heard = 0.0
+        self._drain_watch: asyncio.Task[None] | None = None
         self._progress: dict[str, Any] = {}
         self._whereabouts = Whereabouts()
-        self._failures: dict[str, Any] = {"count": 0, "last": ""}
+        self._failures: dict[str, Any] = {"count": 0, "last": "", "taken": 0}
         self._owner: dict[str, Any] | None = None
         self._renewed = 0.0
         self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "placement_group": None}
@@ -122,6 +132,11 @@ class CoordinatorActor:
         if attempt > before:
             self._wish = "none"
             self._service.saving = False
+            leave = self._departures.summary()
+            if leave is not None and leave["attempt"] == before:
+                latest = self._service.generation
+                name = latest["name"] if latest else None
+                logger.warning("%s", departures.end_in_words(leave, name))
         return attempt
 
     async def acknowledge(self, ack: bytes) -> dict[str, Any]:
@@ -172,34 +187,64 @@ class CoordinatorActor:
             progress: JSON values; shown to whoever asks for `status`.
 
         Returns:
-            ``{"wish": "none" | "save" | "stop"}``. A wish to save is handed out once.
+            ``wish``: a `Word`, and its ``token``. A wish to save stands until the ranks have voted
+            it, which ``progress["settled"]`` says.
         """
         self._progress = progress
         self._service.saving = bool(progress.get("saving"))
-        wish = self._wish
-        if wish == "save":
+        if self._wish == "save" and self._token in progress.get("settled", ()):
             self._wish = "none"
-        return {"wish": wish}
+        return self._wished()
 
-    async def stand(self, attempt: int, rank: int, ranks: int, place: list[Any]) -> None:
+    async def stand(self, attempt: int, rank: int, ranks: int, place: list[Any]) -> dict[str, Any]:
         """Take down where a rank is; see `coherent_ray.train.whereabouts`.
 
         Args:
             attempt: The rank's attempt.
             rank: The rank.
             ranks: How many there are.
-            place: The update that it works on, and the phase of it.
-        """
-        self._whereabouts.note(attempt, rank, ranks, (place[0], place[1]), time.monotonic())
+            place: The update that it works on, the phase of it, and the id of the rank's node.
 
-    async def failed(self, count: int, words: str) -> None:
-        """Take down that the worker group has failed; `status` shows it.
+        Returns:
+            What `report` returns.
+        """
+        update, phase, node = place
+        self._heard = time.monotonic()
+        self._whereabouts.note(attempt, rank, ranks, (update, phase), self._heard)
+        self._departures.lives(attempt, rank, node)
+        if self._drain_watch is None or self._drain_watch.done():
+            self._drain_watch = asyncio.create_task(self._watch_drains())
+        return self._wished() if attempt == self._service.attempt else {"wish": "none", "token": 0}
+
+    async def leave(self, attempt: int, rank: int, why: str) -> None:
+        """Take down that a rank was told to end; all ranks are told of it.
 
         Args:
-            count: How often it has under this Train controller.
-            words: Which rank, and how.
+            attempt: The rank's attempt.
+            rank: The rank.
+            why: In words.
         """
-        self._failures = {"count": count, "last": words}
+        if attempt == self._service.attempt:  # else its group is over already
+            self._told(self._departures.told(attempt, [rank], why, None), attempt)
+
+    async def left(self, attempt: int, generation: str | None) -> None:
+        """Take down that the group leaves.
+
+        Args:
+            attempt: The group's attempt.
+            generation: What it has published for that; None: it could not be saved.
+        """
+        self._departures.left(attempt, generation)
+
+    async def failed(self, count: int, words: str, taken: int = 0) -> None:
+        """Take down that the worker group has ended; `status` shows it.
+
+        Args:
+            count: How often it has failed under this Train controller.
+            words: Which rank, and how.
+            taken: How often it has left, or lost a node that was reclaimed.
+        """
+        self._failures = {"count": count, "last": words, "taken": taken}
 
     async def hold(self, owner: dict[str, Any], instead_of: str | None = None) -> dict[str, Any]:
         """Let a driver be the run's owner, unless it has another; see `train.ownership`.
@@ -218,11 +263,13 @@ class CoordinatorActor:
             self._renewed = now
         return {"owner": self._owner, "silent_s": now - self._renewed}
 
-    async def request(self, wish: str) -> None:
+    async def request(self, wish: str, token: int = 0) -> None:
         """Wish that the run saves now, or that it saves and stops.
 
         Args:
             wish: ``save`` or ``stop``. A wish to stop stays until the next attempt opens.
+            token: The caller's own number, from 1 and below 2**53, for a wish to save: asked again
+                with the same one it is the same wish. 0: one is made up.
 
         Raises:
             ConfigError: The wish is another.
@@ -231,7 +278,9 @@ class CoordinatorActor:
             case "stop":
                 self._wish = "stop"
             case "save":
-                self._wish = "stop" if self._wish == "stop" else "save"
+                if self._wish in {"none", "save"}:
+                    self._wish = "save"
+                    self._token = token or 1 + secrets.randbelow(TOKENS - 1)
             case _:
                 raise ConfigError(f"there is no wish {wish!r}", remedy="ask for save or stop")
 
@@ -244,8 +293,9 @@ class CoordinatorActor:
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
             ``scrub`` (``damaged``: what the last scrub found; None: there is no schedule),
             ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told),
-            ``whereabouts`` (a `Whereabouts.summary`), ``failures`` (``count`` and ``last``) and
-            ``owner`` (an `Owner`; None: nobody has said).
+            ``whereabouts`` (a `Whereabouts.summary`), ``leave`` (a `Departures.summary`),
+            ``failures`` (as `failed` was last told) and ``owner`` (an `Owner`; None: nobody has
+            said).
         """
         return {
             "progress": self._progress,
@@ -255,6 +305,7 @@ class CoordinatorActor:
             "last_error": self._service.last_error,
             "scrub": rounds.status() if (rounds := self._service.rounds) else None,
             "whereabouts": self._whereabouts.summary(time.monotonic()),
+            "leave": self._departures.summary(),
             "failures": self._failures,
             "owner": self._owner,
             **self._admission,
@@ -268,6 +319,31 @@ class CoordinatorActor:
         """
         await self._service.close()
         ray.actor.exit_actor()
+
+    def _wished(self) -> dict[str, Any]:
+        return {"wish": self._wish, "token": self._token}
+
+    def _told(self, news: bool, attempt: int) -> None:
+        """Wish that a group leaves of which somebody must."""
+        leave = self._departures.summary()
+        if leave is None or leave["attempt"] != attempt or attempt != self._service.attempt:
+            return
+        if self._wish != "stop":
+            self._wish = "leave"
+        if news:
+            logger.warning("attempt %d: %s", attempt, departures.told_in_words(leave))
+
+    async def _watch_drains(self) -> None:
+        """Look for nodes that are drained, as long as ranks are heard of."""
+        while time.monotonic() - self._heard < 3 * REPEAT_S:
+            try:
+                nodes = await asyncio.to_thread(drains.draining)
+            except (RayError, RuntimeError):
+                nodes = {}  # the head may be away for a moment; the next look asks again
+            if nodes:
+                news = self._departures.drained(nodes, drains.DRAINED)
+                self._told(news, self._service.attempt)
+            await asyncio.sleep(drains.LOOK_EVERY_S)
 
     def _open_root(self) -> Storage:
         return open_storage(self._root, StorageOptions(**self._options["storage"]))

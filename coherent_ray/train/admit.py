@@ -116,6 +116,9 @@ def take_ticket(request: Request) -> Ticket:
     """
     import ray.train
 
+    from coherent_ray.train.leaving import sigterm
+
+    sigterm.install()
     context = ray.train.get_context()
     blank = Ticket(context.get_world_rank(), context.get_world_size(), socket.gethostname())
     use_gpu = request.config["cluster"]["use_gpu"]

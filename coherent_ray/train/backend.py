@@ -156,24 +156,29 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
     Ray Train restarts after *any* error of a worker. A death, or a collective that lost its peer,
     is worth a restart; an exception of the task or a refusal is not. What is raised here reaches
     ``fit`` as its error. The others are counted, and told to the coordinator, so that whoever
-    watches sees who died.
+    watches sees who died; a group that left, or lost a node that was reclaimed, by itself.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         """Make the callback; ``config``: the run whose coordinator to tell, None: nobody's."""
         self._config = config
-        self._count = 0
+        self._count = self._taken = 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Raise the first fatal error, by rank."""
         for rank in sorted(worker_exceptions):
             raise_if_fatal(rank, worker_exceptions[rank])
-        self._count += 1
+        # As Ray counts: one rank that had to go explains what the others raise about it.
+        if any(deaths.is_taken(error) for error in worker_exceptions.values()):
+            self._taken += 1
+        else:
+            self._count += 1
         if self._config is not None:
             with contextlib.suppress(RayError, CoherentRayError):
                 handle = coordinators.find(run_id_of(self._config))
                 if handle is not None:
-                    handle.failed.remote(self._count, deaths.in_words(worker_exceptions))
+                    words = deaths.in_words(worker_exceptions)
+                    handle.failed.remote(self._count, words, self._taken)
 
 
 def raise_if_fatal(rank: int, error: BaseException) -> None:

@@ -14,6 +14,7 @@ from coherent_ray.commit.manifest import DataPosition, GenerationHeader, generat
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
+from coherent_ray.state.parts import extended
 from coherent_ray.train.admit import Admitted
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.recipe import recipe_of
@@ -71,6 +72,15 @@ class Boundaries:
             self._saver.wait_for_storage()
             self.save(position, state)
 
+    def conclude(self) -> str | None:
+        """Wait for the save in flight, and return what it published; None: nothing.
+
+        Raises:
+            SaveFailed: More saves in a row failed than allowed; or a subclass.
+        """
+        saved = self._settle()
+        return saved.name if saved is not None and saved.fate.kind == "published" else None
+
     def close(self, *, wait: bool) -> None:
         """End the thread behind training.
 
@@ -95,7 +105,10 @@ class Boundaries:
         number, self._number = self._number, self._number + 1
         layout = layout_of(state.tensors)
         prints = fingerprint(layout, state.tensors)
-        self._chain.note_state(prints.digest)
+        if state.parts:
+            layout, prints = extended(layout, prints, state.parts)
+        else:
+            self._chain.note_state(prints.digest)
         segment = self._chain.segment(generation_name(number, admitted.attempt))
         header = GenerationHeader(
             format=1,

@@ -11,6 +11,8 @@ change, a causal mask for one, is not sent.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -73,6 +75,42 @@ class LaneBuffers:
             self._result.store(self._live())
             self._kept = True
 
+    def start(self) -> dict[str, Tensor]:
+        """Return what the update started with, by name; it stays so until the update ends."""
+        return dict(zip(self._names(), self._start.views, strict=True))
+
+    def changed(self) -> dict[str, Tensor]:
+        """Return copies of the buffers that the running lane has changed so far, by name."""
+        return self._unlike_start(self._live())
+
+    def kept(self) -> dict[str, Tensor] | None:
+        """Return copies of the buffers that lane 0 has changed; None: it is not done here."""
+        return self._unlike_start(self._result.views) if self._kept else None
+
+    @torch.no_grad()
+    def resume(self, changed: Mapping[str, Tensor]) -> None:
+        """Put the running lane, which has just begun, where another rank or time left it.
+
+        Args:
+            changed: From `changed`.
+        """
+        for name, tensor in zip(self._names(), self._live(), strict=True):
+            if name in changed:
+                tensor.copy_(changed[name])
+
+    @torch.no_grad()
+    def keep(self, changed: Mapping[str, Tensor]) -> None:
+        """Take what lane 0 has left from another rank or time, instead of running it.
+
+        Args:
+            changed: From `kept`.
+        """
+        self._result.bytes.copy_(self._start.bytes)
+        for name, view in zip(self._names(), self._result.views, strict=True):
+            if name in changed:
+                view.copy_(changed[name])
+        self._kept = self._after_kept = True
+
     def finish(self, rank: int, ranks: int, group: Group = None) -> None:
         """Leave lane 0's buffers in the model of every rank; lane 0 is rank 0's.
 
@@ -119,6 +157,16 @@ class LaneBuffers:
         torch._foreach_copy_(slices, list(torch.split_with_sizes(payload, [*map(len, slices)])))
         live = self._live()
         torch._foreach_copy_([live[i] for i in which], [self._start.views[i] for i in which])
+
+    def _names(self) -> list[str]:
+        return [fact[0] for fact in self._facts or []]
+
+    def _unlike_start(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        """Return copies of the tensors that are not, byte for byte, what they were at the start."""
+        now = _Copy(self._facts or [])
+        now.store(tensors)
+        pairs = zip(self._names(), now.views, now.slices, self._start.slices, strict=True)
+        return {name: view for name, view, mine, start in pairs if not torch.equal(mine, start)}
 
     def _live(self) -> list[Tensor]:
         """Return the model's buffers of this moment: a forward pass may put new tensors in."""

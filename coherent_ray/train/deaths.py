@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import TypeGuard
 
-from ray.exceptions import OutOfMemoryError, RayError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayError
 
 from coherent_ray.commit.fates import name_ranks
 
@@ -35,6 +36,8 @@ def cause(error: BaseException) -> str:
     """Return how one worker ended, as far as Ray knows."""
     own = _own(error)
     text = str(own).strip()
+    if is_taken(own) and own.actor_id is None:
+        return _short(text)  # its own words, see `leaving.farewell`
     if isinstance(own, OutOfMemoryError):
         return f"killed because its node ran out of memory: {_short(text)}"
     if not isinstance(own, RayError):
@@ -44,6 +47,12 @@ def cause(error: BaseException) -> str:
     place = f" {pid[1]}" + (f" on {host[1]}" if host else "") if pid else ""
     what = _short(detail[1] if detail else text)
     return f"its process{place} ended by itself or was killed ({what})"
+
+
+def is_taken(error: BaseException) -> TypeGuard[RayActorError]:
+    """Return whether a worker ended since it was told to leave, or its node was reclaimed."""
+    own = _own(error)
+    return isinstance(own, RayActorError) and bool(own.preempted)
 
 
 def pid_of(errors: Mapping[int, BaseException]) -> int | None:

@@ -12,7 +12,7 @@ cut; but for those inside a NaN, which no one promises.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -135,6 +135,33 @@ class FlatGradients:
         for mine, theirs in zip(self.flats, other.flats, strict=True):
             reals(mine).add_(reals(theirs))
 
+    def named(self, chosen: Collection[int]) -> dict[str, Tensor]:
+        """Return the views of some parameters by name; they share this memory.
+
+        Args:
+            chosen: Places in the layout's sequence.
+        """
+        return {
+            name: view
+            for group, views in zip(self._layout.groups, self._views, strict=True)
+            for index, name, view in zip(group.indices, group.names, views, strict=True)
+            if index in chosen
+        }
+
+    @torch.no_grad()
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Overwrite everything: with these, and with nothing where there is none.
+
+        Args:
+            tensors: By the parameter's name; of any device, in the parameter's dtype and shape.
+        """
+        for group, views in zip(self._layout.groups, self._views, strict=True):
+            for name, view in zip(group.names, views, strict=True):
+                if name in tensors:
+                    view.copy_(tensors[name])
+                else:
+                    view.fill_(_nothing(group.dtype))
+
     def give(self, touched: Sequence[bool]) -> None:
         """Make the views the parameters' ``.grad``.
 
@@ -172,6 +199,20 @@ def clear(layout: FlatLayout) -> None:
             parameter.grad = None
 
 
+def require_dense(name: str, gradient: Tensor) -> None:
+    """Check that a parameter's gradient can be added up.
+
+    Raises:
+        TaskError: It is sparse.
+    """
+    if gradient.layout is not torch.strided:
+        raise TaskError(
+            f"the gradient of parameter {name!r} is sparse",
+            where=name,
+            remedy="build its embedding with sparse=False",
+        )
+
+
 def _matched(group: Group, views: list[Tensor], add: bool) -> tuple[list[Tensor], list[Tensor]]:
     """Return the views that receive a gradient, and the gradients, in the views' dtype."""
     gradients = [parameter.grad for parameter in group.parameters]
@@ -190,12 +231,7 @@ def _matched(group: Group, views: list[Tensor], add: bool) -> tuple[list[Tensor]
             if not add:
                 view.fill_(_nothing(group.dtype))
             continue
-        if gradient.layout is not torch.strided:
-            raise TaskError(
-                f"the gradient of parameter {name!r} is sparse",
-                where=name,
-                remedy="build its embedding with sparse=False",
-            )
+        require_dense(name, gradient)
         targets.append(view)
         # Rounded before it is added, as it would be if it were copied and added elsewhere.
         matched.append(gradient.to(group.dtype))

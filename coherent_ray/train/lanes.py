@@ -76,6 +76,12 @@ def cover(owned: range, lanes: int) -> list[Subtree]:
     return result
 
 
+def holds(owned: range, node: Subtree, lanes: int) -> bool:
+    """Return whether some lanes hold a node whole; lanes that do not exist are everybody's."""
+    inside = node.stop <= owned.stop or owned.stop == lanes
+    return node.start >= owned.start and node.start < owned.stop and inside
+
+
 class Carry:
     """A binary counter: sums lanes in order, holding as few partial sums as the tree allows.
 
@@ -93,23 +99,25 @@ class Carry:
         self.next = owned.start
         """The lane that must arrive next."""
 
-    def arrive(self, lane: int, present: bool) -> int:
-        """Take the next lane, and return how many additions follow.
+    def arrive(self, lane: int, present: bool, size: int = 1) -> int:
+        """Take the next lane, or a whole node, and return how many additions follow.
 
         Args:
-            lane: Must be `next`.
-            present: Whether the lane has a gradient. If so, it is pushed on the stack first.
+            lane: Must be `next`; the node's first.
+            present: Whether it has a gradient. If so, it is pushed on the stack first.
+            size: Of the node; it must lie in the owned lanes as `cover` has it.
 
         Returns:
             How many times the top of the stack is to be added to the one under it, and dropped.
 
         Raises:
-            ValueError: Another lane is due.
+            ValueError: Another lane is due, or the node is not owned whole.
         """
-        if lane != self.next or lane not in self._owned:
+        node = Subtree(lane, size)
+        owned = lane in self._owned and holds(self._owned, node, self._lanes)
+        if lane != self.next or not owned:
             raise ValueError(f"lane {lane} came where lane {self.next} of {self._owned} was due")
-        self.next += 1
-        node = Subtree(lane, 1)
+        self.next = min(node.stop, self._lanes)
         if present:
             self.held.append(node)
         additions = 0

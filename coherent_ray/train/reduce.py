@@ -32,9 +32,16 @@ from coherent_ray import canonical
 from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.collectives import Group, gather_all, sum_over_ranks
 from coherent_ray.train.exchange import Exchange
-from coherent_ray.train.gradients import FlatGradients, FlatLayout, clear, touched_now
-from coherent_ray.train.lanes import Carry, lanes_of, tree_sum
+from coherent_ray.train.gradients import (
+    FlatGradients,
+    FlatLayout,
+    clear,
+    require_dense,
+    touched_now,
+)
+from coherent_ray.train.lanes import Carry, Subtree, lanes_of, tree_sum
 from coherent_ray.train.vote import Ballot, Outcome, VoteShape, disagreement, failure
+from coherent_ray.train.wishes import MIDWAY, Wish
 
 #: Bytes of a failed rank's reason that reach the others.
 REASON_BYTES = 2048
@@ -54,11 +61,26 @@ class Reduced:
     """Examples or tokens that it is over."""
     wishes: int
     """The union of all ranks' wishes."""
+    tokens: tuple[int, ...]
+    """Of their wishes to save, by rank; 0: of none."""
+    midway: bool
+    """Whether a rank stands between two microbatches: then nothing was reduced, all ranks do what
+    the wishes say, and then they vote once more."""
     gradients: tuple[Tensor, ...]
     """The memory behind every ``.grad``, one 1-D tensor a dtype: divide or clip it at once.
 
     Between the parameters, and where a parameter was not touched, it holds zeros.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """What all ranks said in a vote that did not end the update."""
+
+    wishes: int
+    """The union of all ranks' wishes."""
+    tokens: tuple[int, ...]
+    """Of their wishes to save, by rank; 0: of none."""
 
 
 class LaneReducer:
@@ -156,7 +178,11 @@ class LaneReducer:
         self._merge(additions - 1)
 
     def finish(
-        self, losses: Mapping[int, float], counts: Mapping[int, int], wishes: int = 0
+        self,
+        losses: Mapping[int, float],
+        counts: Mapping[int, int],
+        wishes: int = 0,
+        token: int = 0,
     ) -> Reduced:
         """Vote, exchange, and leave the sum over all lanes in the parameters' ``.grad``.
 
@@ -166,25 +192,101 @@ class LaneReducer:
             losses: For each lane of this rank with examples, the sum of their losses.
             counts: For each such lane, the examples or tokens that the sum is over.
             wishes: Bits, below ``2 ** WISH_BITS``; the result has the union.
+            token: Of the wish to save; the result has every rank's.
 
         Raises:
             TrainingFailed: A rank failed, or the ranks are not at the same update.
             PeerLost: Another rank is gone.
         """
         try:
-            ballot = self._ballot(losses, counts, wishes)
+            ballot = self._ballot(losses, counts, wishes, token)
         except Exception as error:
             self.abort(f"{type(error).__name__}: {error}")
         outcome = self._vote(ballot, "")
-        self._open = False
-        gradients = self._exchange(outcome)
+        self._open = midway = bool(outcome.wishes & MIDWAY)
         return Reduced(
             loss_sum=tree_sum(outcome.losses),
             losses=outcome.losses,
             count=sum(outcome.counts),
-            wishes=outcome.wishes,
-            gradients=gradients,
+            wishes=outcome.wishes & ~MIDWAY,
+            tokens=outcome.tokens,
+            midway=midway,
+            gradients=() if midway else self._exchange(outcome),
         )
+
+    def meet(self, wish: Wish) -> Met:
+        """Vote between two microbatches; what was summed so far stays, and the update goes on.
+
+        A rank that has done all of its lanes is in `finish` meanwhile, and learns of it there.
+
+        Args:
+            wish: This rank's.
+
+        Raises:
+            TrainingFailed: A rank failed, or the ranks are not at the same update.
+            PeerLost: Another rank is gone.
+        """
+        none = [False] * len(self._parameters)
+        bits = wish.bits | MIDWAY
+        ballot = Ballot(self._update, self._contents, {}, {}, (), none, bits, False, wish.token)
+        outcome = self._vote(ballot, "")
+        return Met(outcome.wishes & ~MIDWAY, outcome.tokens)
+
+    def held(self) -> dict[Subtree, tuple[tuple[int, ...], dict[str, Tensor]]]:
+        """Return the nodes that are summed so far.
+
+        Returns:
+            By node: its lanes that brought a gradient, and their sum by parameter. The tensors are
+            the sums themselves: they change when the next lane is done.
+        """
+        return {
+            node: (
+                tuple(lane for lane in self._present if node.start <= lane < node.stop),
+                gradients.named(self._touched),
+            )
+            for node, gradients in zip(self._carry.held, self._held, strict=True)
+        }
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Return what the running lane has come to: every ``.grad`` that there is, by parameter.
+
+        Raises:
+            TaskError: A gradient is sparse.
+        """
+        found = {name: p.grad for name, p in self._parameters if p.grad is not None}
+        for name, gradient in found.items():
+            require_dense(name, gradient)
+        return found
+
+    def resume(self, gradients: Mapping[str, Tensor]) -> None:
+        """Put the running lane, which has just begun, where it was: the inverse of `gradients`."""
+        for name, parameter in self._parameters:
+            if name in gradients:
+                parameter.grad = gradients[name].to(parameter.device, copy=True)
+
+    @property
+    def trainable(self) -> dict[str, Tensor]:
+        """The parameters that an update changes, by name."""
+        return {name: p for name, p in self._parameters if p.requires_grad}
+
+    def put(self, node: Subtree, present: Sequence[int], tensors: Mapping[str, Tensor]) -> None:
+        """Take a whole node from `held` of some other rank or time, instead of its lanes.
+
+        Args:
+            node: Lies in this rank's lanes; comes in order, as lanes do.
+            present: Its lanes that brought a gradient.
+            tensors: By name of the parameter; the others were not touched.
+        """
+        self._skip_to(node.start)
+        additions = self._carry.arrive(node.start, bool(present), node.size)
+        if not present:
+            return
+        self._present.extend(present)
+        self._touched |= {i for i, (n, _) in enumerate(self._parameters) if n in tensors}
+        gradients = self._taken()
+        gradients.put(tensors)
+        self._held.append(gradients)
+        self._merge(additions)
 
     def abort(self, reason: str) -> NoReturn:
         """Vote that this rank failed; then every rank raises, this one too.
@@ -215,7 +317,7 @@ class LaneReducer:
     # --- one update -------------------------------------------------------------------------------
 
     def _ballot(
-        self, losses: Mapping[int, float], counts: Mapping[int, int], wishes: int
+        self, losses: Mapping[int, float], counts: Mapping[int, int], wishes: int, token: int
     ) -> Ballot:
         """Close the lanes, and make all that can fail locally fail before the vote."""
         if not self._open:
@@ -224,7 +326,7 @@ class LaneReducer:
         if strangers:
             raise ValueError(f"lanes {strangers} are not carried by rank {self._rank}")
         self._skip_to(self._owned.stop)
-        if not self._held:
+        if not self._held and self._result is None:
             self._result = self._taken()
         if self._ranks > 1 and self._exchanger is None:
             self._exchanger = Exchange(
@@ -232,7 +334,15 @@ class LaneReducer:
             )
         touched = [index in self._touched for index in range(len(self._parameters))]
         ballot = Ballot(
-            self._update, self._contents, losses, counts, self._present, touched, wishes, False
+            self._update,
+            self._contents,
+            losses,
+            counts,
+            self._present,
+            touched,
+            wishes,
+            failed=False,
+            token=token,
         )
         self._shape.encode(ballot, self._rank)
         return ballot

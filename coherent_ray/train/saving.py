@@ -215,7 +215,7 @@ class Saver:
             return stall
         if self._snapshot is None or self._snapshot.layout != header.layout:
             self._snapshot = Snapshot(header.layout, self._rank, header.ranks)
-        self._snapshot.take(state.tensors)
+        self._snapshot.take(state.tensors, state.parts)
         stall = time.monotonic() - since
         self.stalls_s.append(stall)
         flight = self._flight = _Flight(boundary, stall)

@@ -38,25 +38,35 @@ from coherent_ray.errors import (
     ConfigError,
     NotFinite,
     PeerLost,
+    ReplicaDiverged,
+    SaveFailed,
     StateMismatch,
     TrainingFailed,
 )
-from coherent_ray.state.capture import State, capture, check_spec, restore, state_spec
+from coherent_ray.state.capture import MODEL, State, capture, check_spec, plain, restore, state_spec
+from coherent_ray.state.layout import layout_of
 from coherent_ray.train import agreement, datasets, finite, hooks
+from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
-from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP, Line
+from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
+from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
 from coherent_ray.train.outcome import report_outcome
+from coherent_ray.train.partial import Usable, usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
-from coherent_ray.train.reduce import LaneReducer
+from coherent_ray.train.reduce import LaneReducer, Met, Reduced
 from coherent_ray.train.saving import Saver
+from coherent_ray.train.sharing import Among, share
 from coherent_ray.train.update import Update
-from coherent_ray.train.whereabouts import Beacon
+from coherent_ray.train.whereabouts import LISTEN_S, REPEAT_S, Beacon
+from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
 Collate = Callable[..., Any]
+#: What a generation holds of an update that was not done.
+Stored = tuple[partial_.Record, dict[str, torch.Tensor]]
 
 #: Where lines of code lie that say nothing to a user about an error of his.
 _NOT_THE_USERS = tuple(
@@ -93,6 +103,13 @@ def session(config: Config | None = None, *, collate: Collate | None = None) -> 
     return Session(admitted, chosen)
 
 
+class StoppedMidway(BaseException):
+    """Unwinds a training function whose run stops between two microbatches; the session ends it.
+
+    No `Exception`: what wraps a training step to survive its errors must not keep it.
+    """
+
+
 class Session:
     """One rank's run, from admission to the last update."""
 
@@ -108,6 +125,8 @@ class Session:
         """What is read next; grows with every update."""
         self.stopped = False
         """Whether the run was asked to stop, and has."""
+        self._leaves = False
+        self._before: Usable | None = None
         self._model: nn.Module | None = None
         self._update: Update | None = None
 
@@ -152,12 +171,15 @@ class Session:
         if scaler is None and self.config.training.precision == "fp16":
             scaler = GradScaler(self.device.type)
         self.scaler = scaler
-        self._restore()
+        stored = self._restore()
         agreement.check_same_start(self.capture(), self.rank, self.ranks, self.device)
+        inner = plain(model)
         self.reducer = LaneReducer(
-            list(model.named_parameters()), self.config.data.lanes, self.rank, self.ranks
+            list(inner.named_parameters()), self.config.data.lanes, self.rank, self.ranks
         )
-        self.buffers = LaneBuffers(model)
+        self.buffers = LaneBuffers(inner)
+        if stored is not None:
+            self._before = self._usable(*stored)
 
     def updates(self) -> Iterator[Update]:
         """Yield the updates that are left, in order; each must be stepped before the next.
@@ -166,6 +188,7 @@ class Session:
             ConfigError: `track` was not called.
             TrainingFailed: An update was not stepped, or its data could not be read.
             SaveFailed: More saves in a row failed than the configuration allows.
+            RayActorError: The group leaves, since a rank was told to; Ray Train starts it again.
         """
         assert self.model is not None
         for loaded in self._loaded():
@@ -178,6 +201,8 @@ class Session:
                     remedy="call update.step() once at the end of every update",
                 )
             self._update = None
+            if self._leaves:
+                raise self._farewell()
             if self.stopped:
                 return
 
@@ -187,18 +212,20 @@ class Session:
 
     # --- what an update uses ----------------------------------------------------------------------
 
-    def wishes(self) -> int:
-        """Return what this rank wishes at the next boundary, as bits."""
-        return self._line.take_wish() if self.rank == 0 else 0
+    def wishes(self) -> Wish:
+        """Return what this rank wishes at the next boundary."""
+        return self._line.wish()
 
-    def advance(self, update: Update, wishes: int) -> None:
-        """Take in a finished update: receipt, progress, and a generation where one is due."""
-        number = update.number
+    def advance(self, update: Update, reduced: Reduced) -> None:
+        """Take in a finished update: progress, and a generation where one is due or wished."""
+        number, wishes = update.number, reduced.wishes
         self.beacon.at(number, "save")
         reach(self._hook, "update", number)
         self.position = self.plan.after(number)
+        self._line.settle(reduced.tokens)
         self.stopped = bool(wishes & WISH_STOP)
         ended = self.stopped or number == self.updates_total
+        self._leaves = bool(wishes & WISH_LEAVE) and not ended
         due = number % self.config.checkpoint.every_updates == 0
         if due or ended or wishes & WISH_SAVE:
             if self.config.training.on_nonfinite == "stop":
@@ -210,13 +237,63 @@ class Session:
         if not ended:
             self.beacon.at(number + 1, "data")
 
+    def done_before(self, update: Update) -> Usable:
+        """Return what the generation that this rank resumed from holds of an update."""
+        found, self._before = self._before, None
+        if found is None or found.update != update.number:
+            return Usable(update.number, {})
+        update.resume(found)
+        return found
+
+    def between(self, update: Update) -> None:
+        """Save before a microbatch, where somebody wishes it and the configuration lets them."""
+        if self.config.checkpoint.mid_update and (wish := self.wishes()).bits:
+            update.meet(wish)
+
+    def midway(self, update: Update, met: Met) -> None:
+        """Save what all ranks have done of an update, and end there if that is wished.
+
+        Raises:
+            StoppedMidway: The run was asked to stop, and has.
+            RayActorError: The group leaves, since a rank was told to; Ray Train starts it again.
+        """
+        self.beacon.at(update.number, "save")
+        self._line.settle(met.tokens)
+        self.stopped = bool(met.wishes & WISH_STOP)
+        if self.config.training.on_nonfinite == "stop":
+            finite.require_parameters(self.model, update.number - 1)
+        state = self._midway_state(update)
+        self.boundaries.save(self.position, state)
+        if self.stopped:
+            self.boundaries.finish(self.position, state)
+            raise StoppedMidway
+        if met.wishes & WISH_LEAVE:
+            raise self._farewell()
+        self.beacon.at(update.number, "task")
+
+    def _midway_state(self, update: Update) -> State:
+        """Return the state before an update, and what the ranks have done of it."""
+        state = self.capture()
+        # The model's own are in the middle of a lane.
+        start = {f"{MODEL}{name}": tensor for name, tensor in self.buffers.start().items()}
+        tensors = state.tensors | {n: t for n, t in start.items() if n in state.tensors}
+        among = Among(self.rank, self.ranks, self.device)
+        record, parts = share(update.held(), layout_of(tensors), among)
+        values = (
+            {**state.values, partial_.KEY: partial_.dump(record)} if record.lanes else state.values
+        )
+        return State(tensors, values, parts)
+
     # --- life -------------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
         admitted = self._admitted
         self._line = Line(admitted.run_id, admitted.attempt, self.rank)
+        sigterm.begin(partial(self._line.leave, SIGTERM))
         stand = partial(self._line.stand, self.ranks)
-        self.beacon = Beacon(stand, self.ranks, self.position.update + 1)
+        # Between microbatches a rank hears of a wish by the beacon alone.
+        repeat_s = LISTEN_S if self.config.checkpoint.mid_update else REPEAT_S
+        self.beacon = Beacon(stand, self.ranks, self.position.update + 1, repeat_s)
         self.chain = ReceiptChain(admitted.receipt_tip, self.position.update)
         self.loader = Loader(
             datasets.open_configured(self.config, admitted.dataset),
@@ -246,7 +323,9 @@ class Session:
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
-    ) -> None:
+    ) -> bool:
+        stopped = isinstance(error, StoppedMidway)
+        sigterm.end()
         self.beacon.close()
         self.loader.close()
         try:
@@ -257,9 +336,25 @@ class Session:
                     error.add_note(place)
         finally:
             # A number that is none stops all ranks alike: they can finish the save before it.
-            self.boundaries.close(wait=error is None or isinstance(error, NotFinite))
-        if error is None:
+            self.boundaries.close(wait=error is None or stopped or isinstance(error, NotFinite))
+        if error is None or stopped:
             report_outcome(self)
+        return stopped
+
+    def _farewell(self) -> Exception:
+        """See the last generation published, say so, and return what ends the attempt.
+
+        A save that fails is not repeated: there is no time for it, and the one before stands.
+        """
+        try:
+            generation = self.boundaries.conclude()
+        except ReplicaDiverged:
+            raise
+        except SaveFailed:
+            generation = None
+        if self.rank == 0:
+            self._line.left(generation)
+        return farewell(f"the group leaves with {generation or 'no generation'}, as it was told to")
 
     def _loaded(self) -> Iterator[LoadedUpdate]:
         """Yield what the loader reads. Where it fails, the other ranks wait in that update."""
@@ -292,17 +387,28 @@ class Session:
             # One error for the whole group; the rank's own is its cause, for the traceback.
             raise failed from error
 
-    def _restore(self) -> None:
+    def _restore(self) -> Stored | None:
+        """Give the job its state; returns what is stored of an update that was not done."""
         admitted = self._admitted
         selected, state = admitted.selected, admitted.state
         if selected is None:
-            return
+            return None
         if state is None:
             raise StateMismatch("track was called twice", remedy="call run.track once")
         header = selected.manifest.header
         check_spec(header.layout, state_spec(self.model))
+        stored: Stored | None = None
+        if partial_.KEY in header.values:
+            record = partial_.load(header.values[partial_.KEY])
+            stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
+            state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
         restore(state, header.values, self.model, self.optimizer, self.scheduler, self.scaler)
         admitted.state = None  # its memory is needed for training
+        return stored
+
+    def _usable(self, record: partial_.Record, tensors: dict[str, torch.Tensor]) -> Usable:
+        plan = {lane.lane: len(lane.microbatches) for lane in self.plan.update(record.update).lanes}
+        return usable(record, tensors, self.reducer.owned, plan, self.reducer.trainable)
 
 
 def in_words(error: Exception) -> str:

@@ -7,7 +7,7 @@ of its batch is the lane's, and its randomness is keyed by (seed, update, lane, 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +18,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from coherent_ray.data.loader import LoadedUpdate
 from coherent_ray.errors import TaskError, TrainingFailed
-from coherent_ray.train import finite, losses
-from coherent_ray.train.reduce import Reduced
+from coherent_ray.train import finite, losses, partial
+from coherent_ray.train.partial import Held, Started, Usable
+from coherent_ray.train.reduce import Met, Reduced
+from coherent_ray.train.tally import Tally
+from coherent_ray.train.wishes import Wish
 
 if TYPE_CHECKING:
     from coherent_ray.train.session import Session
@@ -44,8 +47,7 @@ class Update:
     def __init__(self, session: Session, loaded: LoadedUpdate) -> None:
         self._session = session
         self._loaded = loaded
-        self._losses: dict[int, list[Tensor]] = {}
-        self._counts: dict[int, int] = {}
+        self._tally = Tally()
         self._lane: int | None = None
         self._begun = False
         self._walked = False
@@ -80,17 +82,21 @@ class Update:
         self._begun = True
         session.reducer.begin(self.number)
         session.buffers.begin()
+        before = session.done_before(self)
         for lane in self._loaded.lanes:
-            if not lane.microbatches:
+            if not lane.microbatches or self._goes_on(lane.lane, before):
                 continue
             self._lane = lane.lane
             session.buffers.lane_begin(lane.lane)
-            for loaded in lane.microbatches:
+            self._go_on_within(lane.lane, before)
+            for loaded in lane.microbatches[self._tally.done(lane.lane) :]:
+                session.between(self)
                 index = loaded.plan.index
                 seed_everything(session.plan.seed_for("step", self.number, lane.lane, index))
                 micro = Micro(lane.lane, index, to_device(loaded.batch, session.device))
                 with self._autocast():
                     yield micro
+                self._tally.did(lane.lane)
             session.buffers.lane_end(lane.lane)
             session.reducer.lane_done(lane.lane)
             self._lane = None
@@ -114,8 +120,7 @@ class Update:
             )
         where = losses.calling_line(1)
         count = losses.check(loss_sum, count, self._session.device, where)
-        self._losses.setdefault(lane, []).append(loss_sum.detach())
-        self._counts[lane] = self._counts.get(lane, 0) + count
+        self._tally.add(lane, loss_sum.detach(), count)
         scaler = self._session.scaler
         with torch.autocast(self._session.device.type, enabled=False):
             torch.autograd.backward(scaler.scale(loss_sum) if scaler else loss_sum)
@@ -131,8 +136,10 @@ class Update:
         """
         session = self._session
         self._require_walked()
-        wishes = session.wishes()
-        reduced: Reduced = self._reduce(wishes)
+        reduced: Reduced = self._reduce()
+        while reduced.midway:
+            session.midway(self, Met(reduced.wishes, reduced.tokens))
+            reduced = self._reduce()
         if reduced.count == 0:
             raise TrainingFailed(
                 f"update {self.number} accepted no example or token in any lane",
@@ -155,7 +162,7 @@ class Update:
             lr=rates,
             skipped=skipped,
         )
-        session.advance(self, reduced.wishes)
+        session.advance(self, reduced)
 
     def _require_walked(self) -> None:
         """Refuse to drop, in silence, what microbatches that were left out would have added."""
@@ -171,11 +178,63 @@ class Update:
                 "update.step()",
             )
 
-    def _reduce(self, wishes: int) -> Reduced:
-        sums = {lane: _total(parts) for lane, parts in self._losses.items()}
+    def meet(self, wish: Wish) -> None:
+        """Have all ranks save between two microbatches, as this one wishes, and go on.
+
+        Args:
+            wish: Of this rank.
+        """
+        session = self._session
+        if self._lane is not None:
+            session.reducer.gradients()  # what can fail here alone must fail before the vote
         self.voted = True
-        self._session.beacon.at(self.number, "reduction")
-        return self._session.reducer.finish(sums, self._counts, wishes)
+        session.beacon.at(self.number, "reduction")
+        session.midway(self, session.reducer.meet(wish))
+        self.voted = False
+
+    def held(self) -> Held:
+        """Return what this rank has done of the update."""
+        session, lane = self._session, self._lane
+        started = None
+        if lane is not None and self._tally.done(lane):
+            started = lane, Started(session.reducer.gradients(), session.buffers.changed())
+        return partial.held(
+            self.number,
+            self._tally.so_far(),
+            session.reducer.held(),
+            started,
+            session.buffers.kept(),
+        )
+
+    def resume(self, before: Usable) -> None:
+        """Go on from what a generation holds of this update."""
+        self._tally.resume(before.tally)
+
+    def _goes_on(self, lane: int, before: Usable) -> bool:
+        """Take a node that begins with a lane from a generation; whether the lane is in one."""
+        found = before.nodes.get(lane)
+        if found is not None:
+            self._session.reducer.put(found.node, found.present, found.tensors)
+            if lane == 0:
+                self._session.buffers.keep(before.kept or {})
+        return found is not None or before.within(lane)
+
+    def _go_on_within(self, lane: int, before: Usable) -> None:
+        """Put a lane that has just begun where a generation left it, if it did."""
+        found = before.started.get(lane)
+        if found is not None:
+            self._session.reducer.resume(found.gradients)
+            self._session.buffers.resume(found.buffers)
+
+    def _reduce(self) -> Reduced:
+        session = self._session
+        wish = session.wishes()
+        tally = self._tally.so_far()
+        sums = {lane: found.loss for lane, found in tally.items()}
+        counts = {lane: found.count for lane, found in tally.items()}
+        self.voted = True
+        session.beacon.at(self.number, "reduction")
+        return session.reducer.finish(sums, counts, wish.bits, wish.token)
 
     def _optimize(self, reduced: Reduced) -> bool:
         """Step with the mean gradient; return whether the scaler skipped the step."""
@@ -184,6 +243,8 @@ class Update:
             flat.div_(reduced.count)
         scaler, optimizer = session.scaler, session.optimizer
         if scaler:
+            # A scaler has no scale before its first use, and this rank may have had no microbatch.
+            scaler.scale(torch.zeros((), device=session.device))
             scaler.unscale_(optimizer)
         self.grad_norm = self._clip()
         self._require_finite(reduced)
@@ -247,14 +308,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
-
-
-def _total(parts: Sequence[Tensor]) -> float:
-    """Add a lane's losses, microbatch by microbatch, in float64."""
-    total = 0.0
-    for part in torch.stack([p.double().reshape(()) for p in parts]).tolist():
-        total += part
-    return total
 
 
 def _step_scheduler(scheduler: Any, loss: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from coherent_ray.errors import TrainingFailed
+from coherent_ray.train.wishes import TOKENS
 
 #: Wishes are the bits of an integer below ``2 ** WISH_BITS``; what each means is the caller's.
 WISH_BITS = 16
@@ -36,6 +37,8 @@ class Ballot:
     """For each parameter, whether any lane of this rank brought a gradient for it."""
     wishes: int
     failed: bool
+    token: int = 0
+    """Of the wish to save, below 2**53; 0: of none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,8 @@ class Outcome:
     """Ranks that failed."""
     updates: tuple[int, ...]
     contents: tuple[int, ...]
+    tokens: tuple[int, ...]
+    """By rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,7 @@ class VoteShape:
     @property
     def length(self) -> int:
         """Items of the vector."""
-        return 3 * self.lanes + self.parameters + WISH_BITS + 3 * self.ranks
+        return 3 * self.lanes + self.parameters + WISH_BITS + 4 * self.ranks
 
     def encode(self, ballot: Ballot, rank: int) -> list[float]:
         """Return a rank's vector, `length` float64 items.
@@ -75,6 +80,8 @@ class VoteShape:
         """
         if not 0 <= ballot.wishes < 1 << WISH_BITS:
             raise ValueError(f"wishes {ballot.wishes:#x} do not fit into {WISH_BITS} bits")
+        if not 0 <= ballot.token < TOKENS:
+            raise ValueError(f"token {ballot.token} is no number below {TOKENS}")
         if len(ballot.touched) != self.parameters:
             raise ValueError(f"{len(ballot.touched)} flags for {self.parameters} parameters")
         # Adding 0.0 makes -0.0 positive, as the sum over ranks would at any rank count but one.
@@ -83,10 +90,12 @@ class VoteShape:
         present = self._by_lane(dict.fromkeys(ballot.present, 1.0))
         touched = [float(flag) for flag in ballot.touched]
         wishes = [float(ballot.wishes >> bit & 1) for bit in range(WISH_BITS)]
-        own = [[0.0] * self.ranks for _ in range(3)]
-        for slots, value in zip(own, (ballot.failed, ballot.update, ballot.contents), strict=True):
+        own: list[float] = []
+        for value in (ballot.failed, ballot.update, ballot.contents, ballot.token):
+            slots = [0.0] * self.ranks
             slots[rank] = float(value)
-        return losses + counts + present + touched + wishes + own[0] + own[1] + own[2]
+            own += slots
+        return losses + counts + present + touched + wishes + own
 
     def decode(self, values: Sequence[float]) -> Outcome:
         """Return what the sum of all ranks' vectors says."""
@@ -100,6 +109,7 @@ class VoteShape:
         losses, counts, present = take(self.lanes), take(self.lanes), take(self.lanes)
         touched, wishes = take(self.parameters), take(WISH_BITS)
         failed, updates, contents = take(self.ranks), take(self.ranks), take(self.ranks)
+        tokens = take(self.ranks)
         return Outcome(
             losses=tuple(losses),
             counts=tuple(map(int, counts)),
@@ -109,6 +119,7 @@ class VoteShape:
             failed=tuple(rank for rank, value in enumerate(failed) if value > 0),
             updates=tuple(map(int, updates)),
             contents=tuple(map(int, contents)),
+            tokens=tuple(map(int, tokens)),
         )
 
     def _by_lane(self, values: Mapping[int, float]) -> list[float]:

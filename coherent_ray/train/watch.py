@@ -16,6 +16,7 @@ from ray.util import placement_group_table
 
 from coherent_ray.commit.findings import finding_from_json
 from coherent_ray.config import Cluster
+from coherent_ray.train import departures
 from coherent_ray.train.whereabouts import Silence
 
 #: Seconds that workers may take to begin before it is said that the cluster is too small for them,
@@ -63,8 +64,9 @@ class Watch:
         self._silence = Silence(cluster.quiet_warning_s, cluster.collective_timeout_s)
         self._waits_s = TOO_SMALL_S
         self._unadmitted_s = cluster.quiet_warning_s
-        self.failures: dict[str, Any] = {"count": 0, "last": ""}
-        """Of the worker group: how many, and the last one in words."""
+        self.failures: dict[str, Any] = {"count": 0, "last": "", "taken": 0}
+        """Of the worker group: how many, how many more that do not count, the last in words."""
+        self._leaving = self._departure_told = attempt
         self.training = False
         """Whether workers of the newest attempt were admitted."""
         self._told_damage: set[tuple[str, str]] = set()
@@ -90,7 +92,9 @@ class Watch:
             yield from self._waiting(now - self._begun)
         if status is None:
             return
-        yield from self._failed(status["failures"])
+        departed = list(self._departed(status))
+        yield from departed
+        yield from self._failed(status["failures"], departed=bool(departed))
         yield from self._damaged(status.get("scrub") or {})
         if self.training:
             facts = status["whereabouts"]
@@ -121,12 +125,30 @@ class Watch:
         )
 
     def _grown(self, status: dict[str, Any]) -> bool:
-        return bool(status["failures"]["count"] > self.failures["count"])
+        return _ends(status["failures"]) > _ends(self.failures)
 
-    def _failed(self, failures: dict[str, Any]) -> Iterator[str]:
-        if failures["count"] <= self.failures["count"]:
+    def _departed(self, status: dict[str, Any]) -> Iterator[str]:
+        """Say that ranks were told to leave; and how it ended, once their group has."""
+        leave = status["leave"]
+        if leave is None or leave["attempt"] < self._leaving:
             return
-        self.failures = failures
+        if leave["attempt"] > self._leaving:
+            self._leaving = leave["attempt"]
+            yield departures.told_in_words(leave)
+        gone = self._grown(status) or status["attempt"] > leave["attempt"]
+        if gone and leave["attempt"] > self._departure_told:
+            self._departure_told = leave["attempt"]
+            latest = status["generation"]
+            yield departures.end_in_words(leave, latest["name"] if latest else None)
+
+    def _failed(self, failures: dict[str, Any], *, departed: bool) -> Iterator[str]:
+        if _ends(failures) <= _ends(self.failures):
+            return
+        before, self.failures = self.failures, failures
+        if failures["taken"] > before["taken"]:
+            if not departed:
+                yield f"{failures['last']}; it does not count as a failure, the workers start again"
+            return
         allowed = self._cluster.max_failures
         count = f"failure {failures['count']}"
         if allowed < 0:
@@ -156,6 +178,11 @@ class Watch:
             f"and state. cluster.admission_timeout_s ({self._cluster.admission_timeout_s:g} s) "
             "gives up on those that hang"
         )
+
+
+def _ends(failures: dict[str, Any]) -> int:
+    """Return how often the worker group has ended."""
+    return int(failures["count"]) + int(failures["taken"])
 
 
 def rays_resources() -> Resources:

@@ -31,19 +31,29 @@ TELL_EVERY_S = 1.0
 WORDS_PER_S = 200
 #: Seconds after which a place is told again, although it is the same.
 REPEAT_S = 10.0
+#: The same, for a rank that must hear of wishes in the middle of an update.
+LISTEN_S = 2.0
 
 
 class Beacon:
     """A rank's side: a thread that tells its newest place."""
 
-    def __init__(self, tell: Callable[[int, str], None], ranks: int, update: int) -> None:
+    def __init__(
+        self,
+        tell: Callable[[int, str], None],
+        ranks: int,
+        update: int,
+        repeat_s: float = REPEAT_S,
+    ) -> None:
         """Begin to tell.
 
         Args:
-            tell: Called with update and phase, in the beacon's own thread; must not wait.
+            tell: Called with update and phase, in the beacon's own thread; must not wait for long.
             ranks: How many there are.
             update: The first that this rank will work on.
+            repeat_s: Seconds after which the same place is told again.
         """
+        self._repeat_s = repeat_s
         self._tell = tell
         self._every_s = max(TELL_EVERY_S, ranks / WORDS_PER_S)
         self._place: tuple[int, str] = (update, "setup")
@@ -65,7 +75,7 @@ class Beacon:
         same_s = 0.0
         while not self._ended.is_set():
             place = self._place
-            if place != told or same_s >= REPEAT_S:
+            if place != told or same_s >= self._repeat_s:
                 try:
                     self._tell(*place)
                     told, same_s = place, 0.0

@@ -8,6 +8,7 @@ one worker.
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ class ProbeBackend(Backend):
             facts["placement_group"] = state.placement_group_handle.placement_group.id.hex()
         facts["attempt"] = str(worker_group.get_worker_group_context().run_attempt_id)
         facts["ranks"] = ray.get(worker_group.execute_async(rank_of_worker))
+        facts["main_thread"] = ray.get(worker_group.execute_async(is_main_thread))
         facts["held"] = [s["placement_group"] for s in starts if is_held(s["placement_group"])]
         note(backend_config.record, "start", facts)
         if not starts:
@@ -92,6 +94,10 @@ def missing_parts(worker_group: Any) -> list[str]:
 
 def rank_of_worker() -> int:
     return int(ray.train.get_context().get_world_rank())
+
+
+def is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
 
 
 def is_held(placement_group: str) -> bool:

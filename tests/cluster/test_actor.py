@@ -274,16 +274,30 @@ def test_a_damaged_acknowledgement_is_answered(root: str) -> None:
     assert "the acknowledgement is damaged" in fate.reason
 
 
-def test_wishes_reach_rank_0_through_its_reports(root: str) -> None:
+def test_wishes_reach_the_ranks_through_their_words(root: str) -> None:
     handle = coordinators.connect(RUN, root)
     answer(handle.open_attempt.remote("first"))
 
     def report(update: int) -> str:
         return answer(handle.report.remote({"update": update}))["wish"]
 
+    def stand(attempt: int = 1) -> dict[str, Any]:
+        return answer(handle.stand.remote(attempt, 1, 2, [1, "task", "no-such-node"]))
+
     assert report(1) == "none"
-    answer(handle.request.remote("save"))
-    assert [report(2), report(3)] == ["save", "none"]
+    answer(handle.request.remote("save", 7))
+    answer(handle.request.remote("save", 7))
+    assert [report(2), report(3)] == ["save", "save"], "it stands until the ranks have voted it"
+    assert stand() == {"wish": "save", "token": 7}
+    assert stand(attempt=0)["wish"] == "none"
+    told = {"update": 3, "settled": [7]}
+    assert answer(handle.report.remote(told))["wish"] == "none"
+    assert stand()["wish"] == "none"
+    answer(handle.leave.remote(1, 1, "SIGTERM"))
+    assert (report(4), stand()["wish"]) == ("leave", "leave")
+    answer(handle.left.remote(1, "g1-a1"))
+    leave = answer(handle.status.remote())["leave"]
+    assert (leave["ranks"], leave["why"], leave["left"]) == ([1], "SIGTERM", "g1-a1")
     answer(handle.request.remote("stop"))
     answer(handle.request.remote("save"))
     assert [report(4), report(5)] == ["stop", "stop"]

@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from coherent_ray.drill.strikes import CLASSES
 from coherent_ray.errors import AdmissionTimeout, ClusterError
-from coherent_ray.train import backend, coordinators, trainer
+from coherent_ray.train import backend, coordinators, drains, leaving, trainer
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -223,6 +223,28 @@ def test_a_placement_group_can_be_named_by_its_id() -> None:
     made = PlacementGroupID.from_hex("0" * (2 * PlacementGroupID.size()))
     assert PlacementGroup(made).id == made, moved(
         "PlacementGroupID.from_hex", "train/driver.py, _free_placement"
+    )
+
+
+def test_who_is_preempted_has_a_budget_of_his_own() -> None:
+    from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
+    from ray.train.v2._internal.execution.failure_handling.failure_policy import FailureDecision
+
+    where = moved("how it counts a preempted actor", "train/leaving.py, farewell")
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
+    left = WorkerGroupError("left", {0: leaving.farewell("as it was told to")})
+    assert [policy.make_decision(left) for _ in range(3)] == [FailureDecision.RETRY] * 3, where
+    died = WorkerGroupError("died", {0: ValueError()})
+    assert policy.make_decision(died) == FailureDecision.RAISE, where
+
+
+def test_nodes_that_are_drained_can_be_asked_for() -> None:
+    assert drains.draining() == {}, moved("get_draining_nodes", "train/drains.py")
+
+
+def test_what_is_admitted_runs_where_a_signal_handler_can_be_set(probed: Probed) -> None:
+    assert [start["main_thread"] for start in probed.starts] == [[True]] * 3, moved(
+        "worker_group.execute out of the main thread", "train/admit.py, sigterm.install"
     )
 
 

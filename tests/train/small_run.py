@@ -39,9 +39,9 @@ from coherent_ray.train import admit as admit_
 from coherent_ray.train import hooks, loop
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Admitted, Request, find_out
-from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.receipts import Receipt, history
+from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
 CPU = torch.device("cpu")
 EXAMPLES = 21
@@ -133,6 +133,10 @@ class Coordinator:
         """Where ranks said that they are: attempt, rank, ranks, update, phase."""
         self.wishes: list[int] = []
         """What the next updates are answered, one each; then nothing is wished."""
+        self.settled: list[int] = []
+        """Tokens of the wishes to save that were voted."""
+        self.left: list[str | None] = []
+        """What groups said that they leave with."""
 
     def open_attempt(self) -> int:
         return self.call(self.service.open_attempt(f"token-{next(_TOKENS)}"))
@@ -173,9 +177,19 @@ class Line:
     def stand(self, ranks: int, update: int, phase: str) -> None:
         self.coordinator.places.append((self.attempt, self.rank, ranks, update, phase))
 
-    def take_wish(self) -> int:
+    def wish(self) -> Wish:
         wishes = self.coordinator.wishes
-        return wishes.pop(0) if wishes else 0
+        bits = wishes.pop(0) if wishes else 0
+        return Wish(bits, next(_TOKENS) + 1 if bits & WISH_SAVE else 0)
+
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        self.coordinator.settled += [token for token in tokens if token]
+
+    def leave(self, why: str) -> None:
+        self.coordinator.wishes = [WISH_LEAVE | WISH_SAVE]
+
+    def left(self, generation: str | None) -> None:
+        self.coordinator.left.append(generation)
 
 
 @contextmanager

@@ -38,6 +38,55 @@ def batch(lane: int) -> torch.Tensor:
     return torch.randn(6, 4, generator=torch.Generator().manual_seed(lane))
 
 
+@pytest.mark.parametrize("lane", [0, 2])
+def test_a_lane_that_was_broken_off_is_gone_on_with_elsewhere(lane: int) -> None:
+    first, second, whole = Counting(), Counting(), Counting()
+    one, other, straight = LaneBuffers(first), LaneBuffers(second), LaneBuffers(whole)
+    for buffers in (one, other, straight):
+        buffers.begin()
+    one.lane_begin(1)
+    first(batch(1))
+    one.lane_end(1)
+    one.lane_begin(lane)
+    first(batch(lane))
+    assert {"calls", "sums"} <= set(one.changed())
+    assert "mask" not in one.changed(), "what no pass has changed"
+    assert one.start()["calls"].item() == 0
+    other.lane_begin(lane)
+    other.resume(one.changed())
+    second(batch(lane + 5))
+    other.lane_end(lane)
+    straight.lane_begin(lane)
+    whole(batch(lane))
+    whole(batch(lane + 5))
+    straight.lane_end(lane)
+    assert picture(second) == picture(whole)
+    assert (other.kept() is None) == (lane != 0)
+
+
+def test_what_lane_zero_left_is_kept_without_running_it() -> None:
+    first, second = Counting(), Counting()
+    one, other = LaneBuffers(first), LaneBuffers(second)
+    one.begin()
+    one.lane_begin(0)
+    first(batch(0))
+    one.lane_end(0)
+    for more in (False, True):
+        other.begin()
+        start = picture(second)
+        other.keep(one.kept() or {})
+        if more:
+            other.lane_begin(1)
+            assert picture(second) == start
+            second(batch(1))
+            other.lane_end(1)
+        assert set(other.kept() or {}) == set(one.kept() or {})
+        other.finish(0, 1)
+        assert picture(second) == picture(first)
+        second.load_state_dict(Counting().state_dict())
+        second.sums.zero_()
+
+
 @pytest.mark.parametrize("lanes", [[0], [0, 1], [0, 1, 2, 5], [1, 2], []])
 def test_every_lane_starts_alike_and_lane_zero_stays(lanes: list[int]) -> None:
     model, reference = Counting(), Counting()

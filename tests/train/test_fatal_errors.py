@@ -21,6 +21,7 @@ from coherent_ray.errors import (
     TrainingFailed,
 )
 from coherent_ray.train.backend import FatalErrors, raise_if_fatal
+from coherent_ray.train.leaving import farewell
 
 CURABLE = [
     ActorDiedError(),
@@ -28,6 +29,7 @@ CURABLE = [
     WorkerHealthCheckTimeoutError("hanging"),
     WorkerHealthCheckFailedError("dead", failure=ActorDiedError()),
     PeerLost("rank 1 is gone"),
+    farewell("the group leaves"),
     AdmissionTimeout("rank 1 did not answer"),
 ]
 

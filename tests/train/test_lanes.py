@@ -11,6 +11,7 @@ from coherent_ray.train.lanes import (
     Carry,
     Subtree,
     cover,
+    holds,
     lanes_of,
     merge_order,
     tree_sum,
@@ -113,6 +114,62 @@ def test_lanes_must_arrive_in_order() -> None:
     assert carry.arrive(3, True) == 1
     with pytest.raises(ValueError, match="lane 4 came"):
         carry.arrive(4, True)
+
+
+@pytest.mark.parametrize("lanes", range(1, 9))
+def test_whole_nodes_arrive_as_their_lanes_would(lanes: int) -> None:
+    """Broken off after any lane at any rank count, gone on with at any other: one expression."""
+    everything = frozenset(range(lanes))
+    for before, after in itertools.product(range(1, lanes + 1), repeat=2):
+        for done in range(lanes + 1):
+            stored: dict[Subtree, Expression] = {}
+            for rank in range(before):
+                owned = lanes_of(lanes, rank, before)
+                stored |= up_to(owned, lanes, done)
+            parts: dict[Subtree, Expression] = {}
+            for rank in range(after):
+                parts |= gone_on(lanes_of(lanes, rank, after), lanes, stored)
+            nodes, values = sorted(parts), [parts[node] for node in sorted(parts)]
+            for into, other in merge_order(nodes):
+                values[into] = (values[into], values[other])
+            assert values[0] == defined(everything, 0, width(lanes)), (before, after, done)
+
+
+def up_to(owned: range, lanes: int, done: int) -> dict[Subtree, Expression]:
+    """What a rank holds when its first lanes are done."""
+    carry, stack = Carry(owned, lanes), []
+    for lane in owned[:done]:
+        additions = carry.arrive(lane, True)
+        stack.append(lane)
+        for _ in range(additions):
+            right = stack.pop()
+            stack[-1] = (stack[-1], right)
+    return dict(zip(carry.held, stack, strict=True))
+
+
+def gone_on(
+    owned: range, lanes: int, stored: dict[Subtree, Expression]
+) -> dict[Subtree, Expression]:
+    """What a rank comes to that takes the stored nodes that it can use."""
+    carry, stack = Carry(owned, lanes), []
+    usable = {node.start: node for node in stored if holds(owned, node, lanes)}
+    while carry.next < owned.stop:
+        node = usable.get(carry.next, Subtree(carry.next, 1))
+        additions = carry.arrive(node.start, True, node.size)
+        stack.append(stored.get(node, node.start))
+        for _ in range(additions):
+            right = stack.pop()
+            stack[-1] = (stack[-1], right)
+    return dict(zip(carry.held, stack, strict=True))
+
+
+def test_a_node_that_is_not_owned_whole_cannot_arrive() -> None:
+    for owned, node in ((range(1, 4), (0, 2)), (range(4), (0, 8)), (range(2, 3), (2, 2))):
+        carry = Carry(owned, 8)
+        carry.next = node[0]
+        with pytest.raises(ValueError, match="was due"):
+            carry.arrive(node[0], True, node[1])
+    assert Carry(range(4, 6), 6).arrive(4, True, 4) == 0, "the lanes that do not exist are its own"
 
 
 @pytest.mark.parametrize(("lanes", "rank", "ranks"), [(4, 0, 5), (4, 4, 4), (4, -1, 2), (0, 0, 1)])

@@ -22,7 +22,7 @@ from coherent_ray.storage import StorageOptions
 from coherent_ray.storage.object_store import ObjectStorage
 from coherent_ray.train import backend, coordinators, outcome, ownership, preflight, trainer
 from coherent_ray.train.actor import CoordinatorActor
-from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
+from coherent_ray.train.wishes import WISH_SAVE, WISH_STOP
 
 
 def on(s3: S3Server, prefix: str, folder: Path, **changes: Any) -> Config:

@@ -35,9 +35,9 @@ from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.train import admit as admit_
 from coherent_ray.train import hooks, loop
-from coherent_ray.train.coordination import WISH_SAVE
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.session import Session, session, total_updates
+from coherent_ray.train.wishes import WISH_SAVE
 
 pytestmark = pytest.mark.usefixtures("one_process")
 

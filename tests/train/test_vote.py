@@ -49,6 +49,7 @@ def test_the_outcome_is_what_was_said_in_any_order_of_adding(ranks: int) -> None
             touched=[False, rank == 0, rank == ranks - 1, True],
             wishes=1 << rank | 1 << WISH_BITS - 1,
             failed=rank == 1,
+            token=2**53 - 1 - rank if rank % 2 else 0,
         )
         for rank in range(ranks)
     ]
@@ -61,6 +62,7 @@ def test_the_outcome_is_what_was_said_in_any_order_of_adding(ranks: int) -> None
         failed=(1,) if ranks > 1 else (),
         updates=(12,) * ranks,
         contents=tuple(2**48 - 1 - rank for rank in range(ranks)),
+        tokens=tuple(2**53 - 1 - rank if rank % 2 else 0 for rank in range(ranks)),
     )
     for _ in range(5):
         order = draw.sample(range(ranks), ranks)
@@ -94,6 +96,7 @@ def test_losses_that_are_not_finite_arrive() -> None:
     [
         ({"wishes": 1 << WISH_BITS}, "do not fit"),
         ({"wishes": -1}, "do not fit"),
+        ({"token": 2**53}, "no number below"),
         ({"touched": (True,)}, "1 flags for 2 parameters"),
         ({"losses": {3: 1.0}}, "no lane 3 of 3"),
         ({"counts": {-1: 1}}, "no lane -1 of 3"),

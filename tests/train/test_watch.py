@@ -24,8 +24,10 @@ class Scene:
         status = {
             "attempt": 3,
             "admitted": 0,
-            "failures": {"count": 0, "last": ""},
+            "failures": {"count": 0, "last": "", "taken": 0},
             "whereabouts": None,
+            "leave": None,
+            "generation": None,
         }
         return list(self.watch.look(status | changes))
 
@@ -58,7 +60,7 @@ def test_a_death_is_said_once_and_then_nothing_trains() -> None:
     scene = Scene(max_failures=5)
     scene.at(1.0, attempt=4, admitted=4)
     assert scene.watch.training
-    lost = {"count": 1, "last": "rank 1: gone"}
+    lost = {"count": 1, "last": "rank 1: gone", "taken": 0}
     told = scene.at(2.0, attempt=4, admitted=4, failures=lost)
     assert told == ["rank 1: gone; failure 1 of 5 allowed, the workers start again"]
     assert scene.at(3.0, attempt=4, admitted=4, failures=lost) == []
@@ -88,3 +90,53 @@ def test_what_a_scrub_has_found_is_said_once_a_scrub() -> None:
     assert "coherent-ray verify RUN@g2-a1" in words
     assert scene.at(3.0, scrub=scrub(1)) == []
     assert len(scene.at(4.0, scrub=scrub(2))) == 1
+
+
+LEAVE = {"attempt": 4, "ranks": [1], "why": "SIGTERM", "seconds": None, "left": None}
+NOW = {"attempt": 4, "admitted": 4, "generation": {"name": "g2-a4"}}
+
+
+def test_a_departure_is_said_and_that_it_went_well() -> None:
+    scene = Scene()
+    scene.at(1.0, **NOW)
+    [told] = scene.at(2.0, **NOW, leave=LEAVE)
+    assert told.startswith("rank 1 was told to leave (SIGTERM): the workers publish one more")
+    assert scene.at(3.0, **NOW, leave=LEAVE) == []
+    left = LEAVE | {"left": "g3-a4"}
+    gone = {"count": 0, "last": "ranks 0 and 1: the group leaves", "taken": 1}
+    ended = scene.at(4.0, **NOW, leave=left, failures=gone)
+    assert ended == ["the workers left with g3-a4; they start again"]
+    assert not scene.watch.training
+    later = {"attempt": 5, "admitted": 5, "leave": left, "failures": gone}
+    assert scene.at(5.0, **NOW | later) == []
+    assert scene.watch.training
+
+
+def test_a_departure_that_was_cut_off_says_which_generation_stands() -> None:
+    scene = Scene(max_failures=5)
+    scene.at(1.0, **NOW)
+    leave = LEAVE | {"seconds": 4.6, "why": "its node is being drained"}
+    [told] = scene.at(2.0, **NOW, leave=leave)
+    assert "told to leave within 5 s (its node is being drained)" in told
+    lost = {"count": 1, "last": "rank 1: gone", "taken": 0}
+    cut, failure = scene.at(3.0, **NOW, leave=leave, failures=lost)
+    assert "had to leave within 5 s" in cut
+    assert "too short" in cut
+    assert "G2-a4 stands" not in cut
+    assert "g2-a4 stands, and what came after it is trained again" in cut
+    assert "failure 1 of 5" in failure
+
+
+def test_a_node_that_was_reclaimed_without_a_word_is_no_failure() -> None:
+    scene = Scene(max_failures=0)
+    scene.at(1.0, **NOW)
+    lost = {"count": 0, "last": "rank 1: its process ended", "taken": 1}
+    [told] = scene.at(2.0, **NOW, failures=lost)
+    assert "does not count" in told
+
+
+def test_a_new_controller_s_watch_does_not_tell_an_old_departure() -> None:
+    scene = Scene()
+    old = LEAVE | {"attempt": 3, "left": "g1-a3"}
+    assert scene.at(1.0, attempt=3, admitted=3, leave=old) == []
+    assert scene.at(2.0, attempt=4, admitted=4, leave=old) == []

@@ -1,0 +1,179 @@
+"""Several ranks in one process: a thread each, and collectives that meet at a barrier.
+
+Everything else is the product's: sessions, reduction, saves, the commit protocol. A process has one
+random state and one current worker, so tasks here draw nothing, and nobody asks who is current.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from small_run import CPU, Coordinator, Line, coordinating, request_for, working
+from torch import Tensor
+
+from coherent_ray.config import Config
+from coherent_ray.train import loop
+from coherent_ray.train.admit import Admitted, find_out
+from coherent_ray.train.session import Session
+from coherent_ray.train.update import Micro
+from coherent_ray.train.wishes import Wish, Wishes
+
+_PATIENCE_S = 120.0
+
+Look = Callable[["Rank", int, Micro], None]
+"""Called by a rank's thread with the update when a microbatch is computed."""
+
+
+class Together:
+    """The collectives of some threads, by the names that `coherent_ray.train.collectives` has."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=_PATIENCE_S)
+        self._slots: list[Any] = [None] * ranks
+        self._who = threading.local()
+        self.dist = SimpleNamespace(
+            get_rank=lambda group: self._who.rank, get_world_size=lambda group: ranks
+        )
+
+    def join(self, rank: int) -> None:
+        self._who.rank = rank
+
+    def leave(self) -> None:
+        """Let nobody wait for a rank that raised."""
+        self._barrier.abort()
+
+    def _all(self, mine: Any) -> list[Any]:
+        self._slots[self._who.rank] = mine
+        self._barrier.wait()
+        found = list(self._slots)
+        self._barrier.wait()
+        return found
+
+    def sum_over_ranks(self, tensor: Tensor, group: Any) -> None:
+        tensor.copy_(torch.stack(self._all(tensor.clone())).sum(0))
+
+    def gather_all(self, received: Tensor, sent: Tensor, group: Any) -> None:
+        received.copy_(torch.cat(self._all(sent.clone())))
+
+    def scatter_all(
+        self, received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any
+    ) -> None:
+        rows = self._all(torch.split(sent.clone(), send))
+        parts = [row[self._who.rank] for row in rows]
+        assert [part.numel() for part in parts] == receive
+        received.copy_(torch.cat(parts))
+
+    def wait(self, work: None) -> None:
+        return
+
+    def from_first(self, tensor: Tensor, group: Any) -> None:
+        tensor.copy_(self._all(tensor.clone())[0])
+
+
+@dataclass
+class ThreadLine(Line):
+    """A rank's line, with wishes of its own."""
+
+    wishes: Wishes = field(default_factory=Wishes)
+
+    def wish(self) -> Wish:
+        return self.wishes.now()
+
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        self.wishes.settle(tokens)
+
+
+@dataclass
+class Rank:
+    """One rank, while it trains."""
+
+    rank: int
+    line: ThreadLine
+    session: Session
+    seen: list[tuple[int, int, int]] = field(default_factory=list)
+    """Update, lane and index of every microbatch that it has computed."""
+
+    def hear(self, wish: str, token: int = 0) -> None:
+        self.line.wishes.hear({"wish": wish, "token": token})
+
+
+@contextmanager
+def _patched(together: Together, lines: list[ThreadLine]) -> Iterator[None]:
+    rooms = {
+        "reduce": ("sum_over_ranks", "gather_all", "dist"),
+        "exchange": ("gather_all", "scatter_all", "wait"),
+        "buffers": ("from_first",),
+        "sharing": ("gather_all", "scatter_all", "wait"),
+        "agreement": ("gather_all",),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for room, names in rooms.items():
+            for name in names:
+                patch.setattr(f"coherent_ray.train.{room}.{name}", getattr(together, name))
+        patch.setattr("coherent_ray.train.session.Line", lambda run_id, attempt, rank: lines[rank])
+        patch.setattr("coherent_ray.train.session.report_outcome", lambda run: None)
+        yield
+
+
+def train_ranks(config: Config, ranks: int, look: Look | None = None) -> list[Rank]:
+    """Let some ranks train to the configured end, as one attempt.
+
+    Raises:
+        BaseException: What rank 0 raised, or else another.
+    """
+    with working(), coordinating(config) as coordinator:
+        attempt = coordinator.open_attempt()
+        request = request_for(config, attempt)
+        admitted = [find_out(request, rank, ranks, CPU) for rank in range(ranks)]
+        return _run(admitted, coordinator, look)
+
+
+def _run(admitted: list[Admitted], coordinator: Coordinator, look: Look | None) -> list[Rank]:
+    ranks = len(admitted)
+    together = Together(ranks)
+    lines = [ThreadLine(coordinator, each.attempt, each.rank) for each in admitted]
+    with _patched(together, lines), ThreadPoolExecutor(ranks) as pool:
+        made = [Rank(r, lines[r], _session(admitted[r])) for r in range(ranks)]
+        jobs = [pool.submit(_train, each, admitted[each.rank], together, look) for each in made]
+        errors = [job.exception() for job in jobs]
+    for error in sorted(
+        (e for e in errors if e is not None),
+        key=lambda e: isinstance(e, threading.BrokenBarrierError),
+    ):
+        raise error
+    return made
+
+
+def _session(admitted: Admitted) -> Session:
+    assert admitted.task is not None
+    return Session(admitted, admitted.task.collate)
+
+
+def _train(rank: Rank, admitted: Admitted, together: Together, look: Look | None) -> None:
+    """The loop of configured tasks; see `coherent_ray.train.loop`."""
+    together.join(rank.rank)
+    task, model = admitted.task, admitted.model
+    assert task is not None
+    assert model is not None
+    try:
+        with rank.session as run:
+            optimizer = loop.make_optimizer(task, model.train(), run.config)
+            run.track(model, optimizer, loop.make_scheduler(task, optimizer, run.updates_total))
+            for update in run.updates():
+                for micro in update.microbatches():
+                    update.backward(*task.loss(run.model, micro.batch))
+                    rank.seen.append((update.number, micro.lane, micro.index))
+                    if look is not None:
+                        look(rank, update.number, micro)
+                update.step()
+    except BaseException:
+        together.leave()
+        raise
