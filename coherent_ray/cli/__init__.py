@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 import click
 
 from coherent_ray import __version__
-from coherent_ray.cli import diff, drill, inspect, launch, prune, receipts, validate, verify
+from coherent_ray.cli import diff, drill, inspect, launch, prove, prune, receipts, validate, verify
 from coherent_ray.cli.output import drop_output, show_error, show_output_lost, while_printing
 from coherent_ray.errors import CoherentRayError, ConfigError
 
@@ -95,6 +95,6 @@ def main() -> None:
     """
 
 
-for _family in (launch, inspect, verify, receipts, diff, prune, drill, validate):
+for _family in (launch, inspect, verify, receipts, diff, prune, drill, prove, validate):
     for _command in _family.COMMANDS:
         main.add_command(_command)
