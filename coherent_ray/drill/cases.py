@@ -135,7 +135,10 @@ def cases_of(config: Config, ranks: Sequence[int], kills: int, seed: int) -> lis
     updates, every = config.training.updates or 0, config.checkpoint.every_updates
     draw = random.Random(seed)
     cases = [
-        Case(f"{count} rank{'s' if count > 1 else ''}, killed", (Leg(count, blows),))
+        Case(
+            f"{count} rank{'s' if count > 1 else ''}{', killed' * (kills > 0)}",
+            (Leg(count, blows),),
+        )
         for count in (ranks if kills else ranks[1:])
         for blows in [_blows(updates, every, kills, draw)]
     ]

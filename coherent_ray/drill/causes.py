@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
@@ -83,7 +84,19 @@ class _Run:
             return self.config.cluster.workers
         return self.generations.manifest(self.standing[later[0]]).header.ranks
 
-    def receipt(self, update: int) -> Receipt | None:
+    def is_again(self, done: Rerun) -> bool:
+        """Whether updates that were run again left what this run has stored of the last one."""
+        update = done.receipt.update
+        stored = self._receipt(update)
+        if stored is None or not _same(stored, done.receipt):
+            return False
+        if update not in self.standing:
+            return True
+        manifest = self.generations.manifest(self.standing[update])
+        values = canonical.digest(manifest.header.values)
+        return done.states[-1] == (manifest.fingerprint, values)
+
+    def _receipt(self, update: int) -> Receipt | None:
         storage = open_storage(self.config.run.root, self.config.storage.options)
         commits = self.generations.history()
         return next(receipts.history(storage, commits, None, update), None)
@@ -132,12 +145,12 @@ class _Search:
     def _resume(self, again: Rerun, common: int | None) -> Cause | None:
         """Look for what a generation does not give back, where one side trained on without it."""
         for run, ranks in zip((self._one, self._other), self._ranks, strict=True):
-            if common is None or _same(run.receipt(self._update), again.receipt):
+            if common is None or run.is_again(again):
                 continue
             earlier = [at for at in sorted(run.standing, reverse=True) if at < common][:_TRIES]
             for start in [*earlier, None]:
                 straight = self._again(run, start, ranks, self._update)
-                if not _same(run.receipt(self._update), straight.receipt):
+                if not run.is_again(straight):
                     continue
                 return self._lost(run, ranks, (start, common), straight)
         return None
@@ -188,9 +201,8 @@ class _Search:
         update = after + 1 + index
         if update < self._update:
             known, compared = same(update), other(update)
-        return update, first_spot(known.recordings, compared.recordings) or Spot(
-            "state", "what is not seen in any operation"
-        )
+        spot = first_spot(known.recordings, compared.recordings)
+        return update, spot or Spot("values", "the receipt")
 
     def _last_common(self) -> int | None:
         """Return the update of the last generation before the parting that both share."""
@@ -213,14 +225,12 @@ class _Search:
         return f"{one} rank{'s' if one > 1 else ''} and at {other}"
 
 
-def _last(done: Rerun, count: int) -> list[tuple[str, str]]:
+def _last(done: Rerun, count: int) -> list[tuple[str, tuple[str, str]]]:
     pairs = [(r.digest, state) for r, state in zip(done.receipts, done.states, strict=True)]
     return pairs[-count:]
 
 
-def _same(stored: Receipt | None, again: Receipt) -> bool:
+def _same(stored: Receipt, again: Receipt) -> bool:
     """Whether a receipt says the same of its own update, whatever was before it."""
-    if stored is None:
-        return False
     found = receipts.differences(stored, again)
     return all(each.field in {"previous", "digest", "state"} for each in found)

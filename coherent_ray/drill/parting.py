@@ -251,12 +251,17 @@ def _pair(one: _Run, other: _Run) -> tuple[PublishBody, PublishBody] | None:
 
 
 def _values(one: Manifest, other: Manifest) -> tuple[str, ...]:
-    flat = [dict(_leaves("", manifest.header.values)) for manifest in (one, other)]
+    flat = [dict(leaves("", manifest.header.values)) for manifest in (one, other)]
     return tuple(recipe.differences(*flat))
 
 
-def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
-    """Yield every leaf of a JSON value under its dotted key, as canonical JSON."""
+def leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield every leaf of a JSON value under its dotted key, as canonical JSON.
+
+    Args:
+        prefix: Before each key; empty: nothing.
+        value: Any JSON value.
+    """
     inner: Any = None
     if isinstance(value, dict):
         inner = value.items()
@@ -266,4 +271,4 @@ def _leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
         yield prefix, canonical.dump(value).decode()
         return
     for key, each in inner:
-        yield from _leaves(f"{prefix}.{key}" if prefix else str(key), each)
+        yield from leaves(f"{prefix}.{key}" if prefix else str(key), each)

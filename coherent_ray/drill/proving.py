@@ -24,7 +24,7 @@ from coherent_ray.drill.causes import cause_of
 from coherent_ray.drill.lives import Way
 from coherent_ray.drill.parting import Parting, Side, compare
 from coherent_ray.drill.proof import Proof, Proved
-from coherent_ray.errors import CoherentRayError, Interrupted
+from coherent_ray.errors import CoherentRayError, Interrupted, ReplicaDiverged
 from coherent_ray.state import state_digest
 from coherent_ray.storage import Storage, open_storage
 from coherent_ray.train.receipts import Receipt, history
@@ -161,7 +161,12 @@ class _Compared:
             seconds = round(time.monotonic() - begun, 1)
             case, root = self._case, self.config.run.root
             says = f"it did not come to its end: {type(error).__name__}: {error}"
-            return Proved(case.name, root, case.ranks, (), 0, 0, "", "", seconds, (says,))
+            cause = None
+            if isinstance(error, ReplicaDiverged):
+                cause = cause_of(reference.config, self.config, self._refused())
+            return Proved(
+                case.name, root, case.ranks, (), 0, 0, "", "", seconds, (says,), cause=cause
+            )
         if self.config.run.claim == "statistical":
             return self._statistical(reference, run, parting)
         faults = [*run.faults, *_in_words(parting)]
@@ -170,6 +175,13 @@ class _Compared:
             update = parting.update or (parting.stored.updates[0] if parting.stored else 1)
             cause = cause_of(reference.config, self.config, update)
         return replace(run, faults=tuple(faults), parting=parting, cause=cause)
+
+    def _refused(self) -> int:
+        """Return the update whose generation was refused."""
+        latest = Generations(self.storage).history().latest
+        total = self.config.training.updates or 1
+        every = self.config.checkpoint.every_updates
+        return min(total, (latest.update if latest else 0) + every)
 
     def _statistical(self, reference: _Compared, run: Proved, parting: Parting) -> Proved:
         """Compare what was consumed; tell what else differs, which the claim allows."""

@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import coherent_ray
+from coherent_ray.drill.parting import leaves
 from coherent_ray.drill.patching import Patch
+from coherent_ray.state.capture import State
 from coherent_ray.state.flat import items_of
 from coherent_ray.train import buffers, reduce, session, update
 
@@ -73,6 +75,10 @@ class Recording:
     """From the sum to the end of the update."""
     buffers: dict[str, str] = field(default_factory=dict)
     """Of the model, at the end."""
+    tensors: dict[str, str] = field(default_factory=dict)
+    """Of the whole state, at the end."""
+    values: dict[str, str] = field(default_factory=dict)
+    """State that is no tensor, at the end, leaf by leaf."""
 
 
 class Recorder:
@@ -169,9 +175,11 @@ class Recorder:
         """Take in that what follows is the same on every rank, whatever their number."""
         self._stepping = True
 
-    def stepped(self, model: nn.Module) -> None:
-        """Take in what the update left of the model's buffers."""
+    def stepped(self, model: nn.Module, state: State) -> None:
+        """Take in what the update left."""
         self.recording.buffers = {name: digest([b]) for name, b in model.named_buffers()}
+        self.recording.tensors = {name: digest([t]) for name, t in state.tensors.items()}
+        self.recording.values = dict(leaves("", state.values))
 
     def operation(self, name: str, results: list[Any]) -> None:
         """Take in an operation of torch."""

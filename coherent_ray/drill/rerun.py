@@ -26,6 +26,8 @@ from coherent_ray.drill.ranks import Crew
 from coherent_ray.drill.recording import Recorder, Recording
 from coherent_ray.drill.rehearsal import Here, device_of, in_threads
 from coherent_ray.errors import ConfigError, TrainingFailed
+from coherent_ray.state.fingerprint import fingerprint
+from coherent_ray.state.layout import layout_of
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage import open_storage
 from coherent_ray.train import datasets, environment, loop, session
@@ -47,8 +49,9 @@ class Rerun:
 
     receipts: tuple[Receipt, ...]
     """Of all of them, without states."""
-    states: tuple[str, ...]
-    """After each of them: digests of all tensors and values, as rank 0 holds them."""
+    states: tuple[tuple[str, str], ...]
+    """After each of them, as rank 0 holds it: the fingerprint of all tensors, as a generation has
+    it, and a digest of what is no tensor."""
     recordings: tuple[Recording, ...]
     """Of the last one, rank by rank."""
 
@@ -80,16 +83,17 @@ def rerun(config: Config, start: PublishBody | None, ranks: int, until: int) -> 
     data = config.data.model_copy(update={"prefetch": 0})
     config = config.model_copy(update={"checkpoint": checkpoint, "data": data})
     crew, here = Crew(ranks), _Here()
-    seen: dict[int, tuple[Receipt, str]] = {}
+    seen: dict[int, tuple[Receipt, tuple[str, str]]] = {}
 
     def advance(original: Callable[..., None]) -> Callable[..., None]:
         def end(run: Session, update: Update, wishes: int) -> None:
             run.position = run.plan.after(update.number)
+            if update.number >= until:
+                here.recorder.end()
+                here.recorder.stepped(run.model, run.capture())
             if run.rank == 0:
                 seen[update.number] = run.chain.pending[-1], _digest_of(run)
             if update.number >= until:
-                here.recorder.stepped(run.model)
-                here.recorder.end()
                 raise _Enough
 
         return end
@@ -116,10 +120,10 @@ def rerun(config: Config, start: PublishBody | None, ranks: int, until: int) -> 
     )
 
 
-def _digest_of(run: Session) -> str:
+def _digest_of(run: Session) -> tuple[str, str]:
     state = run.capture()
-    tensors = recording.digest(state.tensors[name] for name in sorted(state.tensors))
-    return f"{tensors}-{canonical.digest(state.values)}"
+    prints = fingerprint(layout_of(state.tensors), state.tensors)
+    return prints.digest, canonical.digest(state.values)
 
 
 class _Here(Here):

@@ -19,7 +19,7 @@ class Spot:
     """One place in an update."""
 
     phase: str
-    """lane, sum, step, buffers; state: in none of these."""
+    """lane, sum, step, buffers, tensors or values."""
     operation: str
     """As torch calls it; or what else differs."""
     where: str = ""
@@ -36,10 +36,10 @@ class Spot:
             return f"lane {self.lane}{part}: {self.operation}{place}"
         if self.phase == "sum":
             return f"the sum over all lanes: {self.operation}; every lane's own part is equal"
-        if self.phase == "state":
-            return self.operation
         if self.phase == "buffers":
             return f"the buffer {self.operation}; every lane's part and their sum are equal"
+        if self.phase in {"tensors", "values"}:
+            return f"the state, at {self.operation}; no operation of this update differs"
         return f"the optimizer's step: {self.operation}{place}; lanes and their sum are equal"
 
     def as_json(self) -> dict[str, Any]:
@@ -71,6 +71,10 @@ def first_spot(one: Sequence[Recording], other: Sequence[Recording]) -> Spot | N
     for recording in everyone:
         if name := _first_key(first.buffers, recording.buffers):
             return Spot("buffers", name)
+    for recording in everyone:
+        for phase in ("tensors", "values"):
+            if name := _first_key(getattr(first, phase), getattr(recording, phase)):
+                return Spot(phase, name)
     return None
 
 
