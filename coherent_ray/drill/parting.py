@@ -264,9 +264,9 @@ def leaves(prefix: str, value: Any) -> Iterator[tuple[str, str]]:
     """
     inner: Any = None
     if isinstance(value, dict):
-        inner = value.items()
+        inner = list(value.items())
     elif isinstance(value, list):
-        inner = enumerate(value)
+        inner = list(enumerate(value))
     if not inner:
         yield prefix, canonical.dump(value).decode()
         return

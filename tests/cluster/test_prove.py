@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
 import tiny
 import yaml
 
@@ -41,7 +40,9 @@ def test_a_job_of_two_rank_counts_and_a_kill(
     assert code == 0, proof
     assert proof["good"] is True
     names = [run["name"] for run in proof["runs"]]
-    assert names == ["reference", "2 ranks, killed", "1 rank, killed", "resized"] == proof["planned"]
+    assert (
+        names == ["reference", "2 ranks, killed", "1 rank, killed", "resized"] == proof["planned"]
+    )
     assert len({(run["receipts"], run["state"]) for run in proof["runs"]}) == 1
     reference, killed, alone, resized = proof["runs"]
     assert reference["attempts"] == 1
