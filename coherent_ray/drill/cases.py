@@ -163,8 +163,8 @@ def _blows(updates: int, every: int, kills: int, draw: random.Random) -> tuple[B
 
 def _resizes(updates: int, ranks: Sequence[int]) -> tuple[Leg, ...]:
     """Return a run that goes through all rank counts, and back to the first."""
-    row = [*ranks, ranks[0]][: max(2, updates)]
-    # One after a multiple: not where a generation is due.
-    stops = [max(index, index * updates // len(row) + 1) for index in range(1, len(row))]
-    stops = [min(stop, updates - 1) for stop in stops]
+    row = [*ranks, ranks[0]][:updates]
+    # Where no generation is due, if there is room for that.
+    beyond = 1 if updates >= 2 * len(row) else 0
+    stops = [index * updates // len(row) + beyond for index in range(1, len(row))]
     return tuple(Leg(count, until=stop) for count, stop in zip(row, [*stops, None], strict=True))
