@@ -18,7 +18,7 @@ LIMIT_S = 280
 
 
 def prove(
-    folder: Path, data: Path, address: str, *more: str, **changes: Any
+    folder: Path, data: Path, address: str, *more: str, limit_s: int = LIMIT_S, **changes: Any
 ) -> tuple[int, dict[str, Any]]:
     """Return the exit code, and what the command printed as JSON."""
     path = folder / "tiny.yaml"
@@ -26,7 +26,7 @@ def prove(
     words = ["prove", str(path), "--out", str(folder / "proof"), "--address", address, "--json"]
     done = subprocess.run(
         [sys.executable, "-m", "coherent_ray", *words, *more],
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=limit_s, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
@@ -59,3 +59,33 @@ def test_a_job_of_two_rank_counts_and_a_kill(
     written = json.loads((tmp_path / "proof" / "proof.json").read_text())
     assert written["runs"] == proof["runs"]
     assert not (tmp_path / "run").exists(), "the configuration's own run is not touched"
+
+
+@pytest.mark.campaign
+def test_what_is_not_deterministic_is_named(
+    ray_cluster: str, tiny_data: Path, tmp_path: Path
+) -> None:
+    more = ("--ranks", "1,2", "--kills", "0", "--updates", "6")
+    unkeyed = {"task__factory": "tiny:UnkeyedTask"}
+    code, proof = prove(tmp_path, tiny_data, ray_cluster, *more, **unkeyed)
+    assert code == 1
+    last = proof["runs"][-1]
+    assert last["parting"]["update"] == 1
+    assert last["cause"]["kind"] == "not deterministic"
+    assert last["cause"]["spot"]["lane"] == 0
+    assert "tiny.py:" in last["cause"]["says"]
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(1800)
+def test_every_kill_at_every_rank_count(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> None:
+    code, proof = prove(tmp_path, tiny_data, ray_cluster, "--updates", "20", limit_s=1800)
+    assert code == 0, proof
+    assert [run["ranks"] for run in proof["runs"]] == [
+        [1], [1], [2], [3], [4], [1, 2, 3, 4, 1],
+    ]  # fmt: skip
+    for run in proof["runs"][1:-1]:
+        assert [done.partition(",")[0] for done in run["done"]] == [
+            "killed: worker in mid-shard", "killed: coordinator before publish",
+            "killed: coordinator after publish", "killed: worker",
+        ]  # fmt: skip

@@ -113,13 +113,13 @@ def values(folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
     return made
 
 
-def job(folder: Path, name: str = "run", **changes: Any) -> Config:
+def job(folder: Path, name: str = "run", width: int = WIDTH, **changes: Any) -> Config:
     """Return a configuration over a folder, whose data is made where it is not there."""
     path = folder / "data.parquet"
     if not path.exists():
         draw = np.random.default_rng(0)
-        x = draw.standard_normal((EXAMPLES, WIDTH)).astype(np.float32)
+        x = draw.standard_normal((EXAMPLES, width)).astype(np.float32)
         y = (x.sum(1) > 0).astype(np.int64)
-        vectors = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), WIDTH)
+        vectors = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), width)
         pq.write_table(pa.table({"x": vectors, "y": y}), path)
     return config_.build(values(folder, name, **changes)).resolved()
