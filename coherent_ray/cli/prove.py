@@ -30,27 +30,20 @@ _COLUMNS = (
 )
 
 
-class _RankCounts(click.ParamType):
-    """Numbers with commas between."""
-
-    name = "ranks"
-
-    def convert(
-        self, value: object, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[int, ...]:
-        """Return the numbers of a text."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in str(value).split(","))
-        except ValueError:
-            self.fail(f"{value!r} is no list of rank counts, as 1,2,3", param, ctx)
+def _numbers(
+    context: click.Context, parameter: click.Parameter, value: str | None
+) -> tuple[int, ...]:
+    """Return the numbers of a text, which have commas between."""
+    try:
+        return tuple(int(part) for part in value.split(",")) if value else ()
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no list of rank counts, as 1,2,3") from None
 
 
 @click.command()
 @config_argument
 @click.option(
-    "--ranks", type=_RankCounts(), default=(), metavar="N,N,...",
+    "--ranks", callback=_numbers, metavar="N,N,...",
     help="Rank counts; without it, all that the claim allows. The reference runs at the first.",
 )  # fmt: skip
 @click.option("--kills", type=click.IntRange(0, 1000), default=4, help="Kills of each run.")

@@ -27,7 +27,8 @@ def faults(identity: PlanIdentity, history: Iterable[Receipt]) -> list[str]:
         identity: The run's plan.
         history: All of its receipts, in order.
     """
-    plan, found = Plan(identity), []
+    plan = Plan(identity)
+    found: list[str] = []
     epoch, position = 0, 0
     seen = np.zeros(min(identity.examples, COUNTED), dtype=np.bool_)
     orders: dict[int, list[str]] = {}

@@ -75,7 +75,7 @@ def prepared(config: Config, updates: int | None) -> Config:
     told = config.training.updates
     length = updates or min(told or UPDATES, UPDATES)
     every = min(config.checkpoint.every_updates, max(1, length // (FEWEST_SAVES + 1)))
-    changes = {
+    changes: dict[str, dict[str, object]] = {
         "run": {"run_id": None},
         "training": {"updates": length, "epochs": None},
         # Old generations are what a difference is looked for in.
@@ -153,7 +153,7 @@ def _blows(updates: int, every: int, kills: int, draw: random.Random) -> tuple[B
     result = []
     for index in range(kills):
         save = 2 if kills == 1 else 1 + index * (saves - 1) // kills
-        where = POINTS[index] if index < len(POINTS) else "worker"
+        where: Where = POINTS[index] if index < len(POINTS) else "worker"
         at = every * save
         if where == "worker":
             at = draw.randint(at, at + every - 1)

@@ -185,7 +185,8 @@ def _receipts(one: _Run, other: _Run) -> tuple[int, tuple[Difference, ...], tupl
     """Return how many updates were compared, where they part, and how long both are."""
     sides = [_history(run) for run in (one, other)]
     lengths = [0, 0]
-    compared, found = 0, []
+    compared = 0
+    found: list[Difference] = []
     while True:
         pair = [next(side, None) for side in sides]
         lengths = [r.update if r else n for r, n in zip(pair, lengths, strict=True)]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from coherent_ray.train import buffers, reduce, session, update
 _NOT_THE_USERS = tuple(
     str(Path(str(package.__file__)).parent) for package in (coherent_ray, torch, np)
 )
+_unseen: Any = _disable_current_modes
 #: What only takes memory: its contents are nobody's.
 _EMPTY = ("empty", "new_empty", "resize_")
 
@@ -87,7 +89,7 @@ class Recorder:
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
         self.recording = Recording()
-        self._mode = _Mode(self)
+        self._mode: Any = _Mode(self)
         self._is_on = False
         self._lane: Lane | None = None
         self._has_batch = False
@@ -202,7 +204,8 @@ class _Mode(TorchDispatchMode):
     """Sees every operation of its thread."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
+        base: Any = super()  # it is not annotated, and neither is what is below
+        base.__init__()
         self._recorder = recorder
 
     def __torch_dispatch__(
@@ -220,7 +223,7 @@ class _Mode(TorchDispatchMode):
 def digest(values: Iterable[Any]) -> str:
     """Return a digest of tensors bit for bit; of anything else, of its words."""
     hasher = xxhash.xxh3_64()
-    with _disable_current_modes():  # what is done to look is no part of what is looked at
+    with _unseen():  # what is done to look is no part of what is looked at
         for value in values:
             if not isinstance(value, Tensor):
                 hasher.update(repr(value).encode())
@@ -310,12 +313,12 @@ def modules_told(recorder: Callable[[], Recorder]) -> Iterator[None]:
 
 def _users_line() -> str:
     """Return the innermost line of the user's own code that is being carried out."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith((*_NOT_THE_USERS, "<")):
             break
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     if frame is None or "threading.py" in frame.f_code.co_filename:
         return ""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
