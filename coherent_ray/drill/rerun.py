@@ -20,7 +20,7 @@ from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
-from coherent_ray.drill import recording
+from coherent_ray.drill import taps
 from coherent_ray.drill.patching import planted
 from coherent_ray.drill.ranks import Crew
 from coherent_ray.drill.recording import Recorder, Recording
@@ -109,8 +109,8 @@ def rerun(config: Config, start: PublishBody | None, ranks: int, until: int) -> 
             here.recorder.end()
         raise TrainingFailed(f"the run has no update {until}")
 
-    patches = [*recording.patches(here.mine), (session.Session, "advance", advance)]
-    with in_threads(crew, here, _Nobody), planted(patches), recording.modules_told(here.mine):
+    patches = [*taps.patches(here.mine), (session.Session, "advance", advance)]
+    with in_threads(crew, here, _Nobody), planted(patches), taps.modules_told(here.mine):
         recordings = crew.run(live)
     done = [seen[number] for number in sorted(seen)]
     return Rerun(
