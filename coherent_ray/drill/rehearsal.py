@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 import torch
 
 from coherent_ray.commit import manifest as records
-from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.read_back import Reply
 from coherent_ray.commit.service import Service
 from coherent_ray.config import Config
 from coherent_ray.drill.patching import Patch, planted
@@ -243,8 +243,8 @@ class Line:
         self._life = life
         self._update = update
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
-        """Hand in that a shard is durable, and wait for the generation's fate."""
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        """Hand in that a shard is durable, and wait for what the coordinator replies."""
         answer = self._office.begin(self._office.service.acknowledge, records.dump(word))
         while not self._crew.broken:
             with suppress(TimeoutError):

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from coherent_ray import canonical
-from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.generations import Generations, Selected
+from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.read_back import Reply
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
@@ -142,7 +143,7 @@ class _Nobody:
     def __init__(self, run_id: str, attempt: int, rank: int) -> None:
         pass
 
-    def acknowledge(self, word: Acknowledgement) -> Fate:
+    def acknowledge(self, word: Acknowledgement) -> Reply:
         """Refuse: nothing is saved here."""
         raise AssertionError("a rerun saves nothing")
 
@@ -189,6 +190,7 @@ def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> A
         rank=rank,
         ranks=ranks,
         storage=storage,
+        log=CommitLog(storage),
         next_number=1,
         plan=plan,
         position=header.position if header else plan.after(0),
