@@ -14,7 +14,18 @@ from typing import Any, NoReturn
 import click
 
 from coherent_ray import __version__
-from coherent_ray.cli import drill, inspect, launch, prune, receipts, save, validate, verify
+from coherent_ray.cli import (
+    diff,
+    drill,
+    inspect,
+    launch,
+    prove,
+    prune,
+    receipts,
+    save,
+    validate,
+    verify,
+)
 from coherent_ray.cli.output import drop_output, show_error, show_output_lost, while_printing
 from coherent_ray.errors import CoherentRayError, ConfigError
 
@@ -95,6 +106,6 @@ def main() -> None:
     """
 
 
-for _family in (launch, save, inspect, verify, receipts, prune, drill, validate):
+for _family in (launch, save, inspect, verify, receipts, diff, prune, drill, prove, validate):
     for _command in _family.COMMANDS:
         main.add_command(_command)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 
 import click
@@ -17,9 +20,10 @@ from coherent_ray.cli.output import (
 )
 from coherent_ray.cli.place import whole_run, whole_run_argument
 from coherent_ray.commit.generations import Generations
+from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest
 from coherent_ray.errors import ManifestDamaged, StorageError
-from coherent_ray.storage import Storage
+from coherent_ray.storage import LocalStorage, Storage
 from coherent_ray.train.receipts import (
     Difference,
     Receipt,
@@ -28,6 +32,7 @@ from coherent_ray.train.receipts import (
     history,
     last_update,
 )
+from coherent_ray.train.recipe import length_of
 
 COLUMNS = (
     Column("update", right=True),
@@ -41,6 +46,12 @@ COLUMNS = (
     Column("state"),
 )
 _SHOWN_HEX = 12
+#: What is followed has no last line yet, so its columns are as wide as they will need to be.
+_WIDTHS = tuple(
+    zip((column.title for column in COLUMNS), (9, 5, 16, 7, 10, 10, 9, 12, 12), strict=True)
+)
+#: Seconds between two looks at the log: in a directory, in an object store.
+_LOOK_S, _FAR_LOOK_S = 0.5, 2.0
 
 
 @click.command()
@@ -48,19 +59,27 @@ _SHOWN_HEX = 12
 @click.option("--from", "first", type=click.IntRange(1), default=1, help="First update to show.")
 @click.option("--last", type=click.IntRange(1), help="Show only this many, the last ones.")
 @click.option("--against", metavar="RUN", help="Compare with this run; exit code 1 if they differ.")
+@click.option("--follow", "-f", is_flag=True, help="Go on as they are published, to the run's end.")
 @json_option
-def receipts(run: str, first: int, last: int | None, against: str | None, as_json: bool) -> int:
+def receipts(
+    *, run: str, first: int, last: int | None, against: str | None, follow: bool, as_json: bool
+) -> int:
     """Show one line an update, and check their chain.
 
     What is shown is checked; `verify --all` checks what was before it. A published update's loss,
     gradient norm and learning rates are exact: JSON, one object a line, has them as hexadecimal
-    floats.
+    floats. What is followed after a resume from an older generation is told again from there.
+    Ctrl-C ends it, with exit code 0.
     """
+    if follow and against is not None:
+        raise click.UsageError("--follow and --against exclude each other")
     storage = whole_run(run).open()
     if against is not None:
         return _compare(storage, whole_run(against).open(), as_json=as_json)
     if last is not None:
         first = max(first, last_update(Generations(storage).history()) - last + 1)
+    if follow:
+        return _follow(storage, first, as_json=as_json)
     chosen = read_receipts(storage, first)
     if as_json:
         for receipt in chosen:
@@ -94,6 +113,63 @@ def read_receipts(storage: Storage, since: int = 1) -> Iterator[Receipt]:
             continue  # any other one tells the plan as well
         break
     return history(storage, commits, first, since)
+
+
+def _follow(storage: Storage, first: int, *, as_json: bool) -> int:
+    """Print receipts as generations publish them, until the run is complete or Ctrl-C."""
+    if not as_json:
+        show_line("  ".join(title.rjust(width) for title, width in _WIDTHS))
+    pause = _LOOK_S if isinstance(storage, LocalStorage) else _FAR_LOOK_S
+    with suppress(KeyboardInterrupt):
+        for receipt in followed(storage, first, lambda: time.sleep(pause)):
+            if as_json:
+                show_json(asdict(receipt), lines=True)
+                continue
+            cells = zip(_cells(receipt), _WIDTHS, strict=True)
+            show_line("  ".join(cell.rjust(width) for cell, (_, width) in cells).rstrip())
+            sys.stdout.flush()
+    return 0
+
+
+def followed(storage: Storage, since: int, wait: Callable[[], None]) -> Iterator[Receipt]:
+    """Yield a run's receipts from an update on, as they are published, until it is complete.
+
+    Args:
+        storage: The run's root.
+        since: The first update to yield. Where a resume went back, the updates that were done
+            again are yielded again.
+        wait: Called where nothing new is there.
+
+    Raises:
+        ReceiptsDamaged: A segment is missing or damaged, or the chain has a gap.
+        LogDamaged: The log cannot be trusted.
+        StorageError: The storage failed.
+    """
+    generations = Generations(storage)
+    seen, first = 0, since
+    while True:
+        commits = generations.history()
+        publishes = commits.publishes
+        for publish in publishes[seen:] if seen else ():
+            segment = publish.receipts
+            begins = publish.update + 1 if segment is None else segment.first
+            since = max(first, min(since, begins))
+        if len(publishes) > seen:
+            seen = len(publishes)
+            for receipt in history(storage, commits, None, since):
+                yield receipt
+                since = receipt.update + 1
+        if commits.latest is not None and _is_complete(generations, commits.latest):
+            return
+        wait()
+
+
+def _is_complete(generations: Generations, latest: PublishBody) -> bool:
+    try:
+        total = length_of(generations.manifest(latest).header)
+    except ManifestDamaged:
+        return False
+    return total is not None and latest.update >= total
 
 
 def _compare(one: Storage, other: Storage, *, as_json: bool) -> int:

@@ -105,8 +105,16 @@ class OwnGround(Ground):
                 ),
             },
         }
-        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         self._apart = apart
+        try:
+            self._cluster = Cluster(initialize_head=True, head_node_args=head)
+        except Exception as error:  # Ray has no type of its own for it
+            shutil.rmtree(self._place, ignore_errors=True)
+            raise ClusterError(
+                f"Ray did not start: {error}",
+                where=str(self._place),
+                remedy="is the machine very busy? Start it again, or name a cluster: --address",
+            ) from error
         for _ in range(workers if apart else 0):
             self.add()
         super().__init__(self._cluster.address)

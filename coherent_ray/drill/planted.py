@@ -8,8 +8,8 @@ that is said too: such code passes on it for years.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.testing.invariants import Broken, damage_is_never_selected
 from coherent_ray.drill import miniature
 from coherent_ray.drill.miniature import Run
+from coherent_ray.drill.patching import Patch, planted
 from coherent_ray.drill.power_cuts import SHORT_SCENES, Cutter, State, on_disk
 from coherent_ray.errors import AlreadyExists
 from coherent_ray.storage import LocalStorage, local
@@ -33,9 +34,6 @@ from coherent_ray.storage.local import LocalWriter
 from coherent_ray.storage.testing.disk import Image, Model
 from coherent_ray.storage.testing.faults import flipped
 from coherent_ray.storage.testing.power import Step
-
-Patch = tuple[Any, str, Callable[[Any], Any]]
-"""An object, the name of what is replaced in it, and what makes the replacement of the original."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,19 +91,6 @@ def _tampered(last: State) -> str | None:
             except Broken as broken:
                 return broken.invariant
     return None
-
-
-@contextmanager
-def planted(patches: tuple[Patch, ...]) -> Iterator[None]:
-    """Plant patches for a while."""
-    before = [(thing, name, getattr(thing, name)) for thing, name, _ in patches]
-    for thing, name, make in patches:
-        setattr(thing, name, make(getattr(thing, name)))
-    try:
-        yield
-    finally:
-        for thing, name, original in reversed(before):
-            setattr(thing, name, original)
 
 
 def _noting(original: Callable[[LocalWriter], None]) -> Callable[[LocalWriter], None]:

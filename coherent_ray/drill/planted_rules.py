@@ -14,7 +14,8 @@ from coherent_ray.commit.history import History, Standing
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.drill.exploration import explore
-from coherent_ray.drill.planted import Patch, answer_first, any_attempt, never, no_fence, planted
+from coherent_ray.drill.patching import Patch, planted
+from coherent_ray.drill.planted import answer_first, any_attempt, never, no_fence
 from coherent_ray.drill.world import Bounds, word_of
 
 #: Worlds among which a planted bug must be found.

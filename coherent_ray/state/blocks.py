@@ -128,6 +128,33 @@ class ShardReader:
                 yield Block(index, index * size, min((index + 1) * size, self.record.size))
 
 
+class FlatReader:
+    """Any bytes of a generation's flat state, in memory for these bytes and one block."""
+
+    def __init__(self, storage: Storage, manifest: Manifest) -> None:
+        self.flat = FlatState(manifest.header.layout)
+        self._readers = readers_of(storage, manifest, self.flat)
+
+    def read(self, start: int, stop: int) -> memoryview:
+        """Return bytes ``[start, stop)`` of the flat state; every block of them is verified.
+
+        Raises:
+            ShardDamaged: A block that holds a part of them is wrong.
+            StorageError: The storage failed.
+        """
+        readers = [r for r in self._readers if r.record.start < stop and start < r.record.stop]
+        for reader in readers:
+            reader.check_size()
+        data = memoryview(bytearray(stop - start))
+        for reader in readers:
+            for block in reader.blocks(start, stop):
+                found = reader.read(block, memoryview(bytearray(block.last - block.first)))
+                at, _ = reader.flat_range(block)
+                first, last = max(at, start), min(at + len(found), stop)
+                data[first - start : last - start] = found[first - at : last - at]
+        return data
+
+
 def readers_of(storage: Storage, manifest: Manifest, flat: FlatState) -> list[ShardReader]:
     """Return a reader for each shard of a generation, in order of rank."""
     return [ShardReader(storage, flat, record) for record in manifest.shards]

@@ -31,7 +31,13 @@ from coherent_ray.digests import (
     new_hasher,
 )
 from coherent_ray.errors import ConfigError
-from coherent_ray.state.blocks import Block, ShardReader, longest_block, readers_of
+from coherent_ray.state.blocks import (
+    Block,
+    FlatReader,
+    ShardReader,
+    longest_block,
+    readers_of,
+)
 from coherent_ray.state.flat import carrier_of, from_bytes, put_items
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, check_tensors
@@ -171,8 +177,8 @@ def read_tensor(
         ValueError: The box does not lie in the tensor.
         ShardDamaged: A block that holds a part of the box is wrong.
     """
-    flat = FlatState(manifest.header.layout)
-    whole = flat.find(name)
+    state = FlatReader(storage, manifest)
+    whole = state.flat.find(name)
     sides = [(0, n) for n in whole.shape] if box is None else list(box)
     inside = all(0 <= a <= b <= n for (a, b), n in zip(sides, whole.shape, strict=False))
     if len(sides) != len(whole.shape) or not inside:
@@ -187,17 +193,7 @@ def read_tensor(
     last = sum((b - 1) * stride for (_, b), stride in zip(sides, strides, strict=True))
     begin = whole.start + first * size
     stop = begin + (last - first + 1) * size
-    readers = [
-        reader
-        for reader in readers_of(storage, manifest, flat)
-        if reader.record.start < stop and begin < reader.record.stop
-    ]
-    for reader in readers:
-        reader.check_size()
-    data = memoryview(bytearray(stop - begin))
-    for reader in readers:
-        for block in reader.blocks(begin, begin + len(data)):
-            _copy_overlap(reader, block, begin, data)
+    data = state.read(begin, stop)
     return from_bytes(data, dtype).as_strided(shape, strides).clone()
 
 
@@ -257,14 +253,6 @@ def _load_block(
         sink.store(start, reader.read(block, buffer))
     finally:
         buffers.put(buffer)
-
-
-def _copy_overlap(reader: ShardReader, block: Block, begin: int, data: memoryview) -> None:
-    """Copy what a block holds of bytes ``[begin, begin + len(data))`` of the flat state."""
-    found = reader.read(block, memoryview(bytearray(block.last - block.first)))
-    at, _ = reader.flat_range(block)
-    start, stop = max(at, begin), min(at + len(found), begin + len(data))
-    data[start - begin : stop - begin] = found[start - at : stop - at]
 
 
 def _write_and_hash(  # noqa: PLR0917

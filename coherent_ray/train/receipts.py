@@ -275,13 +275,22 @@ def first_difference(first: Iterable[Receipt], second: Iterable[Receipt]) -> Dif
         if one is None or other is None:
             ours, theirs = (None if r is None else r.update for r in (one, other))
             return Difference(ours or theirs or 0, "update", ours, theirs)
-        for name in sorted(_FIELDS, key=lambda name: name in {"previous", "digest"}):
-            ours, theirs = getattr(one, name), getattr(other, name)
-            if name == "state" and None in {ours, theirs}:
-                continue
-            if ours != theirs:
-                return Difference(one.update, name, ours, theirs)
+        if found := differences(one, other):
+            return found[0]
     return None
+
+
+def differences(one: Receipt, other: Receipt) -> list[Difference]:
+    """Return every field in which two receipts differ, links last.
+
+    A state's digest is compared where both have one.
+    """
+    found = []
+    for name in sorted(_FIELDS, key=lambda name: name in {"previous", "digest"}):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        if ours != theirs and not (name == "state" and None in {ours, theirs}):
+            found.append(Difference(one.update, name, ours, theirs))
+    return found
 
 
 def _in_force(publishes: Sequence[PublishBody]) -> list[tuple[ReceiptSegment, int]]:

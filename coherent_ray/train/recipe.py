@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from coherent_ray import canonical
+from coherent_ray.commit.manifest import GenerationHeader
 from coherent_ray.config import Config
 from coherent_ray.train.code import NO_CODE, Code
 
@@ -40,6 +41,17 @@ def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
         for key in sorted(stored.keys() | now.keys())
         if stored.get(key) != now.get(key)
     ]
+
+
+def length_of(header: GenerationHeader) -> int | None:
+    """Return how many updates the whole run of a generation has; None: it does not say."""
+    plan = header.plan
+    per_epoch = -(-plan.examples // plan.global_batch)
+    for key, each in (("training.updates", 1), ("training.epochs", per_epoch)):
+        told = canonical.load(header.recipe.get(key, "null").encode())
+        if isinstance(told, int):
+            return told * each
+    return None
 
 
 def _flat(prefix: str, value: Any) -> dict[str, str]:

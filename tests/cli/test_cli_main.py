@@ -15,8 +15,8 @@ from coherent_ray.cli import INTERRUPTED, main
 from coherent_ray.errors import ConfigError, Fenced, StorageFull
 
 COMMANDS = [
-    "drill",
-    "ls", "pin", "prune", "receipts", "run", "show", "stop", "submit", "unpin", "validate",
+    "diff", "drill",
+    "ls", "pin", "prove", "prune", "receipts", "run", "show", "stop", "submit", "unpin", "validate",
     "verify",
 ]  # fmt: skip
 READERS = ["ls", "show", "verify", "receipts"]

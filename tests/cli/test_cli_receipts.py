@@ -8,6 +8,9 @@ import json
 import pytest
 from published import flip
 
+from coherent_ray.cli.receipts import followed
+from coherent_ray.train.receipts import ReceiptChain
+
 
 @pytest.fixture
 def other(tmp_path, make_run):
@@ -132,6 +135,77 @@ def test_a_run_without_updates(call, tmp_path, make_run):
     make_run(tmp_path / "new").open_attempt()
     assert call("receipts", tmp_path / "new", "--json").out == ""
     assert len(call("receipts", tmp_path / "new").rows()) == 1
+
+
+# --- following ------------------------------------------------------------------------------------
+
+
+def follow(run, steps):
+    """Follow a run, carrying out one step whenever it waits; return updates and losses."""
+    todo = list(steps)
+
+    def wait():
+        if not todo:
+            raise KeyboardInterrupt
+        todo.pop(0)()
+
+    found = []
+    try:
+        found.extend((each.update, each.loss) for each in followed(run.storage, 1, wait))
+    except KeyboardInterrupt:
+        found.append("interrupted")
+    return found
+
+
+def test_what_is_published_meanwhile_is_told_once(tmp_path, make_run):
+    run = make_run(tmp_path / "run")
+    run.open_attempt()
+    run.publish(2)
+    steps = [lambda: None, lambda: run.publish(5), lambda: None, lambda: run.publish(6)]
+    found = follow(run, steps)
+    assert [entry[0] for entry in found[:-1]] == [1, 2, 3, 4, 5, 6]
+    assert found[-1] == "interrupted"
+
+
+def test_a_resume_that_went_back_is_told_again_from_there(tmp_path, make_run):
+    run = make_run(tmp_path / "run")
+    run.open_attempt()
+    run.publish(2)
+    at_two = run.chain.tip
+
+    def back():
+        run.open_attempt()
+        run.chain = ReceiptChain(at_two, 2)
+        run.publish(4, seed=1)
+
+    found = follow(run, [lambda: run.publish(5), back])
+    assert [entry[0] for entry in found[:-1]] == [1, 2, 3, 4, 5, 3, 4]
+    assert found[2] != found[5]
+
+
+def test_it_ends_with_the_run(call, published, monkeypatch):
+    monkeypatch.setattr("coherent_ray.cli.receipts.length_of", lambda header: 30)
+    done = call("receipts", published.root, "--follow", "--last", "2")
+    assert done.code == 0
+    assert [row[0] for row in done.rows()] == ["update", "29", "30"]
+    lines = call("receipts", published.root, "-f", "--from", "30", "--json").out.splitlines()
+    assert [json.loads(line)["update"] for line in lines] == [30]
+
+
+def test_ctrl_c_ends_it_well(call, published, monkeypatch):
+    def interrupt(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("coherent_ray.cli.receipts.time.sleep", interrupt)
+    done = call("receipts", published.root, "--follow")
+    assert done.code == 0
+    assert len(done.rows()) == 31
+
+
+def test_following_and_comparing_exclude_each_other(call, published):
+    done = call("receipts", published.root, "--follow", "--against", published.root)
+    assert done.code == 2
+    assert "exclude each other" in done.err
 
 
 def test_a_generation_is_misuse(call, published):

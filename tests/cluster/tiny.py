@@ -5,6 +5,7 @@ Workers import this module by its name, so nothing in it may need pytest.
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,15 @@ class FailingTask(TinyTask):
         if torch.distributed.get_rank() == 1 and self.calls > 4 * (EVERY + 1):
             raise ZeroDivisionError("the tiny task gives up")
         return super().loss(model, batch)
+
+
+class UnkeyedTask(TinyTask):
+    """Draws noise from a source that no key reaches."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        x, y = batch
+        noise = torch.frombuffer(bytearray(os.urandom(x.numel())), dtype=torch.uint8)
+        return super().loss(model, (x + noise.view(x.shape) * 1e-3, y))
 
 
 def set_width(width: int) -> None:

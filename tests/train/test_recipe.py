@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import config_for
+from small_run import config_for, stop_at, train
 
-from coherent_ray.train.recipe import differences, recipe_of
+from coherent_ray.train.recipe import differences, length_of, recipe_of
 
 SAME_JOB: list[dict[str, Any]] = [
     {"run__root": "/elsewhere"},
@@ -65,3 +66,20 @@ def test_differences_are_in_order_and_name_what_is_gone() -> None:
     stored, now = {"a": "1", "b": "2", "d": "4"}, {"a": "1", "c": "3", "d": "5"}
     assert differences(stored, now) == ["b: 2 -> absent", "c: absent -> 3", "d: 4 -> 5"]
     assert differences(stored, dict(stored)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [({"training__updates": 7}, 7), ({"training__epochs": 2}, 6)],
+    ids=str,
+)
+def test_a_generation_tells_how_long_its_run_is(
+    tmp_path: Path, changes: dict[str, Any], length: int
+) -> None:
+    left = train(config_for(tmp_path, **changes), stop_at(1))
+    assert length_of(left.manifest().header) == length
+
+
+def test_a_generation_without_a_recipe_tells_no_length(tmp_path: Path) -> None:
+    header = train(config_for(tmp_path), stop_at(1)).manifest().header
+    assert length_of(replace(header, recipe={})) is None
