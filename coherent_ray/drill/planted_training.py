@@ -51,7 +51,8 @@ def _by_rank(original: Callable[..., Schedule]) -> Callable[..., Schedule]:
 
 
 def _seeded_by_rank(original: Callable[[int], None]) -> Callable[[int], None]:
-    return lambda seed: original(seed ^ collectives.dist.get_rank())
+    # The stand-in that the ranks of a rehearsal have there, not torch's.
+    return lambda seed: original(seed ^ vars(collectives)["dist"].get_rank())
 
 
 def _not_seeded(original: Callable[[int], None]) -> Callable[[int], None]:
@@ -59,8 +60,8 @@ def _not_seeded(original: Callable[[int], None]) -> Callable[[int], None]:
 
 
 def _local_count(original: Callable[..., Reduced]) -> Callable[..., Reduced]:
-    def finish(reducer: LaneReducer, losses: Any, counts: Any, wishes: int = 0) -> Reduced:
-        reduced = original(reducer, losses, counts, wishes)
+    def finish(reducer: LaneReducer, losses: Any, counts: Any, *wishes: int) -> Reduced:
+        reduced = original(reducer, losses, counts, *wishes)
         return replace(reduced, count=max(1, sum(counts.values()) * reducer._ranks))
 
     return finish

@@ -197,7 +197,7 @@ class Recorder:
         return ", ".join(filter(None, [self._pass, inside, line]))
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation of its thread."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -228,7 +228,7 @@ def digest(values: Iterable[Any]) -> str:
             hasher.update(f"{value.dtype}{list(value.shape)}".encode())
             if value.layout is torch.strided and value.numel():
                 bits = items_of(value, 0, value.numel())
-                hasher.update(bits.cpu().contiguous().numpy())
+                hasher.update(bits.cpu().contiguous().numpy().tobytes())
     return hasher.hexdigest()
 
 

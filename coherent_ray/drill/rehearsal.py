@@ -32,8 +32,8 @@ from coherent_ray.storage import open_storage
 from coherent_ray.train import collectives, hooks, loop, reduce, session
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Admitted, Request, describe, find_out
-from coherent_ray.train.coordination import WISH_SAVE, WISH_STOP
 from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.wishes import WISH_SAVE, WISH_STOP, Wish
 
 Result = TypeVar("Result")
 #: Seconds that a save may take to be published.
@@ -263,7 +263,17 @@ class Line:
     def stand(self, ranks: int, update: int, phase: str) -> None:
         """Tell nobody."""
 
-    def take_wish(self) -> int:
+    def wish(self) -> Wish:
         """Return what is wished after the update that is under way."""
+        stops = self._update + 1 == self._life.stops_after
+        return Wish(WISH_STOP | WISH_SAVE if stops else 0)
+
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        """Take in that the update under way has ended."""
         self._update += 1
-        return WISH_STOP | WISH_SAVE if self._update == self._life.stops_after else 0
+
+    def leave(self, why: str) -> None:
+        """Wish for nothing: a thread is not told to end."""
+
+    def left(self, generation: str | None) -> None:
+        """Tell nobody."""

@@ -36,9 +36,11 @@ from coherent_ray.train.admit import Admitted, build_model, task_folders
 from coherent_ray.train.code import NO_CODE
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.receipts import Receipt, first_link
+from coherent_ray.train.reduce import Reduced
 from coherent_ray.train.session import Session
 from coherent_ray.train.task import load_task, look_in
 from coherent_ray.train.update import Update
+from coherent_ray.train.wishes import Wish
 
 #: Updates between two saves of a rerun, which saves nothing.
 _NEVER = 2**40
@@ -87,7 +89,7 @@ def rerun(config: Config, start: PublishBody | None, ranks: int, until: int) -> 
     seen: dict[int, tuple[Receipt, tuple[str, str]]] = {}
 
     def advance(original: Callable[..., None]) -> Callable[..., None]:
-        def end(run: Session, update: Update, wishes: int) -> None:
+        def end(run: Session, update: Update, reduced: Reduced) -> None:
             run.position = run.plan.after(update.number)
             if update.number >= until:
                 here.recorder.end()
@@ -156,9 +158,18 @@ class _Nobody:
     def stand(self, ranks: int, update: int, phase: str) -> None:
         """Tell nobody."""
 
-    def take_wish(self) -> int:
+    def wish(self) -> Wish:
         """Wish for nothing."""
-        return 0
+        return Wish()
+
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        """Forget nothing, as nothing was wished."""
+
+    def leave(self, why: str) -> None:
+        """Tell nobody."""
+
+    def left(self, generation: str | None) -> None:
+        """Tell nobody."""
 
 
 def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> Admitted:

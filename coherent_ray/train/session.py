@@ -354,7 +354,9 @@ class Session:
             generation = None
         if self.rank == 0:
             self._line.left(generation)
-        return farewell(f"the group leaves with {generation or 'no generation'}, as it was told to")
+        words = f"the group leaves with {generation or 'no generation'}, as it was told to"
+        error: Exception = farewell(words)
+        return error
 
     def _loaded(self) -> Iterator[LoadedUpdate]:
         """Yield what the loader reads. Where it fails, the other ranks wait in that update."""
