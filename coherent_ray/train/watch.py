@@ -188,5 +188,6 @@ def _ends(failures: dict[str, Any]) -> int:
 def rays_resources() -> Resources:
     """Return what Ray says of the cluster that this process is connected to."""
     groups = placement_group_table().values()
-    pending = any(group["state"] in {"PENDING", "PREPARED"} for group in groups)
+    # One that is PREPARED has its resources already: they are no longer free, and not waited for.
+    pending = any(group["state"] == "PENDING" for group in groups)
     return Resources(ray.cluster_resources(), ray.available_resources(), pending)
