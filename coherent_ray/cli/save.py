@@ -24,7 +24,7 @@ from coherent_ray.cli.place import whole_run, whole_run_argument
 )
 @json_option
 def save(run: str, address: str | None, timeout_s: float, as_json: bool) -> int:
-    """Have RUN, which trains in a Ray cluster, publish one more generation now.
+    """Have a run that trains publish one more generation now.
 
     It is of the next boundary: the end of the update that is being computed, or with
     checkpoint.mid_update the next microbatch. Training goes on. Waits until it is published.

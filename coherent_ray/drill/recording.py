@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import coherent_ray
+from coherent_ray.digests import SHARD_ALGORITHM, new_hasher
 from coherent_ray.drill.parting import leaves
 from coherent_ray.state.capture import State
 from coherent_ray.state.flat import items_of
@@ -219,7 +219,7 @@ class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def digest(values: Iterable[Any]) -> str:
     """Return a digest of tensors bit for bit; of anything else, of its words."""
-    hasher = xxhash.xxh3_64()
+    hasher = new_hasher(SHARD_ALGORITHM)
     with _unseen():  # what is done to look is no part of what is looked at
         for value in values:
             if not isinstance(value, Tensor):

@@ -33,6 +33,8 @@ ASKED = {
     "train/ownership.py": "since when a driver trains, in messages",
     "train/driver_log.py": "names of logs, which only ever grow",
     "data/content.py": "whether a digest may be remembered; else the file is read again",
+    "commit/scrubbing.py": "when it was read, for people; and at most a round sooner or later",
+    "train/drains.py": "seconds that Ray's own time of day leaves, in messages",
 }
 
 
