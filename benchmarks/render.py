@@ -20,6 +20,7 @@ DOCUMENTS = (
     "README.md",
     "docs/claims.md",
     "docs/formats.md",
+    "docs/gauntlet.md",
     "docs/operations.md",
     "docs/protocol.md",
 )
@@ -177,9 +178,39 @@ def chaos(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+MARKS = {"held": "held", "broke": "**broke**", "not applicable": "n/a", "not run": "not run"}
+NOT_THERE = {"verdict": "not run", "seen": "not run yet"}
+
+
+def gauntlet(result: dict[str, Any]) -> str:
+    """Return the gauntlet: the table of verdicts, then what was seen in each cell."""
+    columns = result["columns"]
+    names = [column["name"] for column in columns.values()]
+    lines = [
+        f"| what holds | {' | '.join(names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    rows = result["rows"].values()
+    for row in rows:
+        cells = [MARKS[row["cells"].get(key, NOT_THERE)["verdict"]] for key in columns]
+        report = f" ({row['report']})" if row["report"] else ""
+        lines.append(f"| {row['asks']}{report} | {' | '.join(cells)} |")
+    lines += ["", "| column | version | how it was driven |", "|---|---|---|"]
+    for column in columns.values():
+        version = f"{column['distribution']} {column['version'] or ''}"
+        lines.append(f"| {column['name']} | {version} | {_cell(column['settings'])} |")
+    for row in rows:
+        lines += ["", f"**{row['asks'].capitalize()}**", "", "| | | seen |", "|---|---|---|"]
+        for key, column in columns.items():
+            cell = row["cells"].get(key, NOT_THERE)
+            lines.append(f"| {column['name']} | {cell['verdict']} | {_cell(cell['seen'])} |")
+    return "\n".join(lines) + "\n"
+
+
 FIGURES = {
     "chaos": chaos,
     "fuzz": fuzz,
+    "gauntlet": gauntlet,
     "replay": replay,
     "reduction": reduction,
     "crash_states": crash_states,
@@ -221,6 +252,11 @@ def main() -> int:
 
 def _code(name: str | None) -> str:
     return f"`{name}`" if name else "hidden"
+
+
+def _cell(words: str) -> str:
+    """Return words as they fit into a table's cell."""
+    return words.replace("|", "\\|").replace("<", "&lt;").replace("\n", " ")
 
 
 def _short(digest: str) -> str:

@@ -14,6 +14,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,7 +65,9 @@ def state_at(update: int, items: int = 300_000) -> State:
     )
 
 
-def boundary_at(state: State, update: int, number: int, attempt: int, ranks: int) -> Boundary:
+def boundary_at(  # noqa: PLR0917 - a generation's name has this many parts
+    state: State, update: int, number: int, attempt: int, ranks: int, plan: PlanIdentity = PLAN
+) -> Boundary:
     """Return what the generation of an update says, with one line of receipts."""
     lines = f'{{"update":{update}}}\n'.encode()
     layout = layout_of(state.tensors)
@@ -76,8 +79,8 @@ def boundary_at(state: State, update: int, number: int, attempt: int, ranks: int
         attempt=attempt,
         claim="invariant",
         ranks=ranks,
-        position=DataPosition(0, GLOBAL_BATCH * update, update),
-        plan=PLAN,
+        position=DataPosition(0, plan.global_batch * update, update),
+        plan=plan,
         layout=layout,
         values=state.values,
         environment={},
@@ -116,6 +119,8 @@ class Saves:
         ranks: int = 2,
         *,
         items: int = 300_000,
+        state_of: Callable[[int], State] | None = None,
+        plan: PlanIdentity = PLAN,
         options: Checkpoint = OPTIONS,
         hooks: Callable[[int], Hook | None] = lambda rank: None,
         **coordinator: Any,
@@ -126,11 +131,14 @@ class Saves:
             open_root: Opens the run's root, once for the coordinator and once for each rank.
             ranks: How many.
             items: See `state_at`.
+            state_of: Gives the state of an update; None: `state_at` does.
+            plan: What the generations say of the data.
             options: The configuration's checkpoint section.
             hooks: Each rank's hook.
             coordinator: Options of `Service`.
         """
-        self._items, self._ranks = items, ranks
+        self._ranks, self._plan = ranks, plan
+        self._state_of = state_of or partial(state_at, items=items)
         self._root = open_root()
         self._loop = Loop()
         self.service = Service(RUN, open_root, **coordinator)
@@ -171,9 +179,11 @@ class Saves:
     def begin(self) -> None:
         """Do one update and begin to save it."""
         self._update += 1
-        state, number = state_at(self._update, self._items), next(self._numbers)
+        state, number = self._state_of(self._update), next(self._numbers)
         for saver in self.savers:
-            boundary = boundary_at(state, self._update, number, self.attempt, self._ranks)
+            boundary = boundary_at(
+                state, self._update, number, self.attempt, self._ranks, self._plan
+            )
             saver.begin(state, boundary, since=0.0)
 
     def close(self) -> None:

@@ -171,3 +171,21 @@ def test_calls_that_overlap_are_put_together_and_a_sync_counts_from_its_beginnin
     assert witness.synced(Path("/r/b")) is None
     assert not witness.named(Path("/r/b"))
     assert witness.syncs == 2
+
+
+def test_what_lies_in_a_directory_follows_its_new_name() -> None:
+    trace = """\
+1 mkdir("/r/tmp", 0777) = 0
+1 openat(AT_FDCWD</>, "/r/tmp/a", O_WRONLY|O_CREAT, 0666) = 4</r/tmp/a>
+1 write(4</r/tmp/a>, ""..., 5) = 5
+1 fsync(4</r/tmp/a>) = 0
+1 fsync(5</r/tmp>) = 0
+1 openat(AT_FDCWD</>, "/r/tmp/b", O_WRONLY|O_CREAT, 0666) = 6</r/tmp/b>
+1 rename("/r/tmp", "/r/final") = 0
+"""
+    witness = Traced(trace)
+    assert witness.synced(Path("/r/final/a")) == (5, False)
+    assert witness.named(Path("/r/final/a"))
+    assert not witness.named(Path("/r/final/b"))
+    assert not witness.named(Path("/r/final")), "its new name was not synced"
+    assert witness.synced(Path("/r/tmp/a")) is None

@@ -242,6 +242,7 @@ class Traced:
             self._add(pairs[1], self._seen.files.get(pairs[0]))
         elif call.startswith("rename"):
             self._add(pairs[1], self._remove(pairs[0]))
+            self._move(pairs[0], pairs[1])
         else:
             self._remove(pairs[0])
 
@@ -250,6 +251,15 @@ class Traced:
         self._seen.names.setdefault(above, set()).add(name)
         if file is not None:
             self._seen.files[path] = file
+
+    def _move(self, old: str, new: str) -> None:
+        """Let what lies under a directory follow its new name."""
+        tables: tuple[dict[str, Any], ...] = (
+            self._seen.files, self._seen.names, self._seen.synced,
+        )  # fmt: skip
+        for table in tables:
+            for path in [path for path in table if f"{path}/".startswith(f"{old}/")]:
+                table[new + path.removeprefix(old)] = table.pop(path)
 
     def _remove(self, path: str) -> _File | None:
         above, _, name = path.rpartition("/")
