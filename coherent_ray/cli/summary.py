@@ -15,8 +15,30 @@ from coherent_ray.cli.output import (
     show_line,
     size_text,
 )
-from coherent_ray.errors import AdmissionRefused, CoherentRayError, ConfigError, OwnedElsewhere
+from coherent_ray.errors import (
+    AdmissionRefused,
+    CoherentRayError,
+    ConfigError,
+    Damage,
+    LogDamaged,
+    NewerFormat,
+    NoGeneration,
+    OwnedElsewhere,
+    WrongRun,
+)
 from coherent_ray.train.supervisor import Outcome
+
+#: After these the same command meets the same again, whatever is published.
+_LASTING = (
+    ConfigError,
+    AdmissionRefused,
+    OwnedElsewhere,
+    Damage,
+    LogDamaged,
+    NewerFormat,
+    NoGeneration,
+    WrongRun,
+)
 
 
 def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
@@ -32,7 +54,8 @@ def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
         return
     facts = outcome.facts
     show_line(headline(outcome), style="" if outcome.stopped else "good")
-    show_fields("", [("updates", f"{facts['done']:,} of {facts['updates']:,}"), *_saves(outcome)])
+    of = f" of {facts['updates']:,}" if facts["updates"] is not None else ""
+    show_fields("", [("updates", f"{facts['done']:,}{of}"), *_saves(outcome)])
     show_fields("next", _next(outcome, root))
 
 
@@ -52,8 +75,8 @@ def show_failure(error: CoherentRayError, *, as_json: bool) -> None:
 def closing(error: CoherentRayError) -> list[str]:
     """Return the lines that follow an error: what is published, the log, and its last words."""
     lines = []
-    if not isinstance(error, ConfigError | AdmissionRefused | OwnedElsewhere):
-        latest = error.details.get("latest")
+    if "latest" in error.details and not isinstance(error, _LASTING):
+        latest = error.details["latest"]
         lines.append(
             f"Published: {latest}; the same command resumes there."
             if latest

@@ -107,6 +107,7 @@ class Driver:
         self._interruptible = not self._stop_asked.is_set()
         before = preflight.check(config)
         self._note(before.notes)
+        self._tell(Event("found", facts=_facts(before)))
         if before.complete:
             self._interruptible = False
             self._finished(before, stopped=False)

@@ -14,7 +14,7 @@ from typing import IO, Any, Literal
 from coherent_ray import errors
 from coherent_ray.errors import CoherentRayError
 
-Kind = Literal["note", "started", "progress", "restarting", "finished", "error"]
+Kind = Literal["note", "found", "started", "progress", "restarting", "finished", "error"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import Any
 
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
-from coherent_ray.train import driver_log, events
+from coherent_ray.train import driver_log, events, published
 from coherent_ray.train.events import Event
 
 OnEvent = Callable[[Event], None]
@@ -50,7 +50,8 @@ class Outcome:
     stopped: bool
     """It was asked to stop, and has updates left."""
     facts: dict[str, Any]
-    """``run_id``, ``updates``, ``done``, ``latest``, ``complete``, ``saves``."""
+    """``run_id``, ``updates`` (None: it ended before they could be counted), ``done``, ``latest``,
+    ``complete``, ``saves``."""
     restarts: int
     """Drivers that died and were replaced."""
     log: Path
@@ -64,6 +65,8 @@ class _Life:
     status: int = 0
     finished: Event | None = None
     error: CoherentRayError | None = None
+    found: Event | None = None
+    """What it found in the root before it started anything."""
     started: bool = False
     progressed: bool = False
     updates: set[int] = field(default_factory=set)
@@ -129,28 +132,56 @@ class Supervisor:
             if life.finished is not None:
                 facts = life.finished.facts
                 return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log)
+            if self._was_asked(life):
+                return self._stopped(life)
             if life.error is not None and not self._may_return(life.error):
                 raise life.error
-            self._require_no_signal()
             self._restarts += 1
             self._deaths += life.started
             reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
             self._require_patience(life, reason)
             self._on_event(Event("restarting", reason))
             self._pause(min(2.0**self._barren, LONGEST_PAUSE_S))
-            self._require_no_signal()
+            if self._signals:
+                return self._stopped(None)
 
     def _explain(self, error: CoherentRayError) -> None:
         """Add to an error what only this process knows: where the log is, and what is published."""
-        error.details.setdefault("latest", self._latest)
+        if self._latest is not None:
+            error.details.setdefault("latest", self._latest)
+        elif (known := published.in_root(self._config)) is not None:
+            # Where nothing is known, nothing is said: that there is none is another matter.
+            error.details.setdefault("latest", known["latest"])
         if driver_log.has_words(self._log):
             error.details.setdefault("log", str(self._log))
             if isinstance(error, TrainingFailed | ClusterError):
                 error.details.setdefault("last_words", driver_log.last_words(self._log))
 
-    def _require_no_signal(self) -> None:
-        if self._signals:
-            raise Interrupted("stopped before a generation could be published")
+    def _was_asked(self, life: _Life) -> bool:
+        """Whether a driver that did not finish ended because somebody asked to stop.
+
+        A Ray that starts may get the signal, too, and fail by it.
+        """
+        if isinstance(life.error, Interrupted):
+            return True
+        return self._signals > 0 and (life.error is None or isinstance(life.error, ClusterError))
+
+    def _stopped(self, life: _Life | None) -> Outcome:
+        """Return how a run ended that was stopped where nothing trained.
+
+        Args:
+            life: The driver that ended by it; None: there was none.
+
+        Raises:
+            Interrupted: It trained, and what it did since the last generation is lost.
+        """
+        if life is not None and self._training:
+            raise Interrupted("stopped before one more generation could be published")
+        facts = life.found.facts if life and life.found else published.in_root(self._config)
+        if facts is None:
+            raise Interrupted("stopped before the training began", where=self._config.run.root)
+        facts = {**facts, "stopped": True, "saves": []}
+        return Outcome(True, facts, self._restarts, self._log)
 
     def _pause(self, seconds: float) -> None:
         """Wait between two drivers, but not once somebody asks to stop."""
@@ -251,6 +282,9 @@ class Supervisor:
                 life.finished = event
             case "error":
                 life.error = events.to_error(event)
+            case "found":
+                life.found = event
+                self._latest = event.facts.get("latest") or self._latest
             case "started":
                 life.started = self._seen_cluster = True
                 self._latest = event.facts.get("latest") or self._latest
