@@ -26,12 +26,15 @@ from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
 from coherent_ray.train import driver_log, events, published
 from coherent_ray.train.events import Event
+from coherent_ray.train.starting import Starting
 
 OnEvent = Callable[[Event], None]
 
 DRIVER = (sys.executable, "-m", "coherent_ray.train.driver")
 #: Drivers in a row that may end without one update.
 BARREN_LIVES = 3
+#: Drivers in a row that may fail to bring up Ray.
+RAYLESS_LIVES = 3
 #: Seconds between two drivers at most.
 LONGEST_PAUSE_S = 10.0
 #: Seconds between two looks at whether somebody asks to stop.
@@ -68,6 +71,8 @@ class _Life:
     found: Event | None = None
     """What it found in the root before it started anything."""
     started: bool = False
+    cause: str = ""
+    """The last line that it wrote, where it ended by itself."""
     progressed: bool = False
     updates: set[int] = field(default_factory=set)
 
@@ -101,11 +106,14 @@ class Supervisor:
         self._said = False
         self._restarts = 0
         self._barren = 0
+        self._rayless = 0
+        self._hints: set[str] = set()
         self._seen_cluster = False
         self._alive_at = time.monotonic()
         self._deaths = 0
         self._latest: str | None = None
         self._training = False
+        self._starting = Starting(self._config.cluster, self._alive_at)
         self._log = driver_log.place(self._config.run.root)
 
     def run(self) -> Outcome:
@@ -138,9 +146,10 @@ class Supervisor:
                 raise life.error
             self._restarts += 1
             self._deaths += life.started
-            reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
+            reason = _reason(life)
             self._require_patience(life, reason)
             self._on_event(Event("restarting", reason))
+            self._hint(life)
             self._pause(min(2.0**self._barren, LONGEST_PAUSE_S))
             if self._signals:
                 return self._stopped(None)
@@ -190,8 +199,21 @@ class Supervisor:
             time.sleep(min(left, _LOOK_S))
 
     def _may_return(self, error: CoherentRayError) -> bool:
-        """Whether what failed is a cluster that was there before, and may come back."""
-        return self._seen_cluster and isinstance(error, ClusterError)
+        """Whether what failed is a cluster that was there before, or one that may yet start."""
+        passing = self._seen_cluster or error.details.get("may_pass") is True
+        return passing and isinstance(error, ClusterError)
+
+    def _hint(self, life: _Life) -> None:
+        """Say, once, where a driver's words are, and what to do about its end."""
+        hints = []
+        if driver_log.has_words(self._log):
+            hints.append(f"the driver's log: {self._log}")
+        if life.error is not None and life.error.remedy:
+            hints.append(f"what to do: {life.error.remedy}")
+        for hint in hints:
+            if hint not in self._hints:
+                self._hints.add(hint)
+                self._on_event(Event("note", hint))
 
     def _require_patience(self, life: _Life, reason: str) -> None:
         """Count deaths, and lives that led to nothing, and give up after some.
@@ -208,6 +230,7 @@ class Supervisor:
                 where=str(self._log),
                 remedy="see its last words there; cluster.max_failures allows more",
             )
+        self._rayless = self._rayless + 1 if life.found and not life.started else 0
         if life.progressed:
             self._barren = 0
             self._alive_at = now
@@ -217,6 +240,8 @@ class Supervisor:
         if cluster.address is not None and self._seen_cluster:
             if now - self._alive_at < cluster.reconnect_timeout_s:
                 return
+        elif self._rayless >= RAYLESS_LIVES:
+            raise self._no_ray(life, reason)
         elif self._barren <= BARREN_LIVES:
             return
         raise TrainingFailed(
@@ -225,10 +250,20 @@ class Supervisor:
             remedy="the log named here has their last words",
         )
 
+    def _no_ray(self, life: _Life, reason: str) -> ClusterError:
+        """Return the error of drivers that could not bring up Ray."""
+        return ClusterError(
+            f"{self._rayless} drivers in a row ended before Ray was up; the last one: {reason}",
+            where=self._config.cluster.address or "local",
+            remedy=life.error.remedy if life.error else "the log named here has their last words",
+        )
+
     def _one_life(self) -> _Life:
         """Start a driver, pass on what it says, and return when it has ended."""
         reading, writing = os.pipe()
         self._training = False
+        self._starting = Starting(self._config.cluster, time.monotonic())
+        written = driver_log.size(self._log)
         with self._log.open("ab") as log:
             self._child = child = subprocess.Popen(
                 [*self._command, str(writing)],
@@ -253,6 +288,8 @@ class Supervisor:
         finally:
             os.close(reading)
         life.status = child.wait()
+        if life.status > 0:  # killed, it had no time to say by what
+            life.cause = driver_log.cause(self._log, written)
         return life
 
     def _lines(self, pipe: int, child: subprocess.Popen[str]) -> Iterator[str]:
@@ -263,6 +300,7 @@ class Supervisor:
         rest = b""
         while True:
             self._say_that_it_stops()
+            self._say_what_is_late()
             # Asked in this order: what it sent before it ended is read.
             ended = child.poll() is not None
             if not select.select([pipe], [], [], 0.0 if ended else _LOOK_S)[0]:
@@ -277,6 +315,7 @@ class Supervisor:
         yield rest.decode(errors="replace")
 
     def _note(self, life: _Life, event: Event) -> None:
+        self._starting.note(event.kind, time.monotonic())
         match event.kind:
             case "finished":
                 life.finished = event
@@ -324,6 +363,11 @@ class Supervisor:
             text = f"stopping: {does} (twice more to stop at once)"
             self._on_event(Event("note", text))
 
+    def _say_what_is_late(self) -> None:
+        if not self._signals:
+            for words in self._starting.words(time.monotonic()):
+                self._on_event(Event("note", words))
+
     def _end_child(self) -> None:
         child = self._child
         if child is not None and child.poll() is None:
@@ -358,6 +402,14 @@ def _end_with(parent: int) -> Callable[[], None]:
                 os._exit(1)  # it went before it could be asked
 
     return end_with_parent
+
+
+def _reason(life: _Life) -> str:
+    """Return how a driver ended that did not finish, in one line."""
+    if life.error is not None:
+        return life.error.what
+    died = f"the driver died ({_status(life.status)})"
+    return f"{died}: {life.cause}" if life.cause else died
 
 
 def _status(status: int) -> str:

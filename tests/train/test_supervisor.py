@@ -33,7 +33,13 @@ from coherent_ray.errors import (
 from coherent_ray.storage import LocalStorage
 from coherent_ray.train import supervisor as supervisor_
 from coherent_ray.train.events import Event
-from coherent_ray.train.supervisor import BARREN_LIVES, LONGEST_PAUSE_S, Outcome, Supervisor
+from coherent_ray.train.supervisor import (
+    BARREN_LIVES,
+    LONGEST_PAUSE_S,
+    RAYLESS_LIVES,
+    Outcome,
+    Supervisor,
+)
 
 FAKE = Path(__file__).parent / "fake_driver.py"
 WAIT_S = 30
@@ -219,6 +225,56 @@ def test_drivers_that_lead_nowhere_end_the_run(watched: Callable[..., Watched]) 
     assert run.lives == BARREN_LIVES + 1
     assert run.pauses == [2.0, 4.0, 8.0]
     assert max(run.pauses) <= LONGEST_PAUSE_S
+
+
+TRACE = """
+print('Traceback (most recent call last):\\n  File "x", line 1\\n    ray.init()', file=sys.stderr)
+print('Exception: The current node timed out', file=sys.stderr)
+print('  [raylet] noise', file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def test_a_driver_that_dies_says_by_what_and_where_more_is(watched: Callable[..., Watched]) -> None:
+    run = watched("finish() if life == 2 else None\n" + TRACE)
+    run.run()
+    dead = "the driver died (exit status 1): Exception: The current node timed out"
+    assert run.texts("restarting") == [dead] * 2
+    assert run.texts("note") == [f"the driver's log: {run.log}"], "once"
+
+
+def test_ray_that_does_not_start_ends_the_run_in_time(watched: Callable[..., Watched]) -> None:
+    """What may pass is tried again, but not for ever; and each time with its reason."""
+    run = watched(
+        "tell('found'); tell('error', type='ClusterError', what='Ray did not start: time',"
+        "where='local', remedy='is it overloaded?', details={'may_pass': True}); sys.exit(1)"
+    )
+    error = run.fails(ClusterError)
+    assert error.what.startswith(
+        "3 drivers in a row ended before Ray was up; the last one: Ray did"
+    )
+    assert error.remedy == "is it overloaded?"
+    assert run.lives == RAYLESS_LIVES
+    assert run.texts("restarting") == ["Ray did not start: time"] * 2
+    assert run.texts("note") == ["what to do: is it overloaded?"]
+
+
+def test_drivers_that_die_while_they_start_ray_end_the_run(watched: Callable[..., Watched]) -> None:
+    run = watched("tell('found')" + TRACE)
+    error = run.fails(ClusterError)
+    assert error.what.endswith("(exit status 1): Exception: The current node timed out")
+    assert run.lives == RAYLESS_LIVES
+
+
+def test_a_start_that_takes_long_says_so(watched: Callable[..., Watched]) -> None:
+    run = watched(
+        "time.sleep(0.5); tell('found'); time.sleep(0.5); tell('started'); finish()",
+        cluster__quiet_warning_s=0.1,
+    )
+    run.run()
+    first, *_, last = run.texts("note")
+    assert first.startswith("the driver has been starting for")
+    assert last.startswith("Ray has been starting for")
 
 
 def test_one_update_clears_the_count(watched: Callable[..., Watched]) -> None:
