@@ -104,6 +104,7 @@ def value_of(outcome: Outcome) -> dict[str, Any]:
     return {
         "stopped": outcome.stopped,
         "restarts": outcome.restarts,
+        "restarted": outcome.restarted,
         "log": str(outcome.log),
         **outcome.facts,
     }
@@ -125,9 +126,11 @@ def _saves(outcome: Outcome) -> list[tuple[str, str]]:
     if len(good) < len(saves):
         reasons = dict.fromkeys(s["reason"] for s in saves if s["fate"] != "published")
         rows.append(("failed saves", f"{len(saves) - len(good):,}: {'; '.join(reasons)}"))
-    if outcome.restarts:
-        log = f"; log {outcome.log}" if outcome.log.exists() else ""
-        rows.append(("restarts", f"{count_text(outcome.restarts, 'driver')}{log}"))
+    counts = {"driver": outcome.restarts, **outcome.restarted}
+    if any(counts.values()):
+        log = f"; log {outcome.log}" if outcome.restarts and outcome.log.exists() else ""
+        words = ", ".join(count_text(count, what) for what, count in counts.items() if count)
+        rows.append(("restarts", words + log))
     return rows
 
 

@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,6 +60,8 @@ class Outcome:
     """Drivers that died and were replaced."""
     log: Path
     """Where the drivers' own output lies; a driver that said nothing leaves none."""
+    restarted: dict[str, int] = field(default_factory=dict)
+    """How often a ``controller``, ``worker group`` or ``coordinator`` was, as drivers told it."""
 
 
 @dataclass(slots=True)
@@ -105,6 +108,7 @@ class Supervisor:
         self._signals = 0
         self._said = False
         self._restarts = 0
+        self._restarted: Counter[str] = Counter()
         self._barren = 0
         self._rayless = 0
         self._hints: set[str] = set()
@@ -139,7 +143,7 @@ class Supervisor:
             life = self._one_life()
             if life.finished is not None:
                 facts = life.finished.facts
-                return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log)
+                return self._outcome(facts)
             if self._was_asked(life):
                 return self._stopped(life)
             if life.error is not None and not self._may_return(life.error):
@@ -189,8 +193,11 @@ class Supervisor:
         facts = life.found.facts if life and life.found else published.in_root(self._config)
         if facts is None:
             raise Interrupted("stopped before the training began", where=self._config.run.root)
-        facts = {**facts, "stopped": True, "saves": []}
-        return Outcome(True, facts, self._restarts, self._log)
+        return self._outcome({**facts, "stopped": True, "saves": []})
+
+    def _outcome(self, facts: dict[str, Any]) -> Outcome:
+        restarted = dict(self._restarted)
+        return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log, restarted)
 
     def _pause(self, seconds: float) -> None:
         """Wait between two drivers, but not once somebody asks to stop."""
@@ -338,6 +345,8 @@ class Supervisor:
                     life.updates.add(int(update))
                     life.progressed = len(life.updates) > 1
                 self._on_event(event)
+            case "restarted":
+                self._restarted[str(event.facts["what"])] += int(event.facts["times"])
             case _:
                 self._on_event(event)
 

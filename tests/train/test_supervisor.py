@@ -202,6 +202,18 @@ finish()
     assert run.pauses == [1.0] * 6
 
 
+def test_what_drivers_start_again_is_counted_over_all_of_them(
+    watched: Callable[..., Watched],
+) -> None:
+    script = """
+tell('restarted', what='worker group', times=2)
+tell('restarted', what='controller', times=1)
+finish() if life else sys.exit(75)
+"""
+    outcome = watched(script).run()
+    assert outcome.restarted == {"worker group": 4, "controller": 2}
+
+
 def test_a_driver_that_exits_without_a_word_is_replaced(watched: Callable[..., Watched]) -> None:
     run = watched("finish() if life else sys.exit(75)")
     assert run.run().restarts == 1
