@@ -26,7 +26,8 @@ class Starting:
         """
         self._cluster = cluster
         self._phase: Phase = "driver"
-        self._enter("driver", now)
+        self._since = now
+        self._next_s = cluster.quiet_warning_s
 
     def note(self, kind: str, now: float) -> None:
         """Take in the kind of an event that the driver sent."""
