@@ -69,6 +69,7 @@ class Watch:
         self._begun = clock()
         self._attempt = attempt
         self._opened = self._begun
+        self._admitted = 0
         self._silence = Silence(cluster.quiet_warning_s, cluster.collective_timeout_s)
         self._waits_s = TOO_SMALL_S
         self._slow_s = cluster.quiet_warning_s
@@ -88,7 +89,7 @@ class Watch:
         """
         now = self._clock()
         status = self._own(status)
-        attempt = status["attempt"] if status else self._before
+        attempt = max(status["attempt"], self._attempt) if status else self._before
         same = attempt == self._attempt
         if status and self.training and same and self._grown(status):
             # Its workers are gone: from here on, the next attempt is waited for.
@@ -97,8 +98,9 @@ class Watch:
         if not same:
             self._attempt, self._opened = attempt, now
             self._unadmitted_s = self._cluster.quiet_warning_s
-        admitted = status["admitted"] if status else 0
-        self.training = attempt > self._before and admitted == attempt
+        # A coordinator that was started again has forgotten whom it admitted.
+        self._admitted = max(self._admitted, status["admitted"] if status else 0)
+        self.training = attempt > self._before and self._admitted == attempt
         if attempt <= self._before:
             yield from self._waiting(now - self._begun)
         if status is None:

@@ -89,6 +89,16 @@ def test_what_an_earlier_controller_has_lost_is_not_counted_again() -> None:
     assert scene.watch.ends == 1
 
 
+def test_a_coordinator_that_was_started_again_does_not_undo_the_admission() -> None:
+    """It has forgotten it, and before it has read the log the attempt too."""
+    scene = Scene(quiet_warning_s=30.0)
+    scene.at(1.0, attempt=4, admitted=4)
+    assert scene.at(2.0, attempt=0) == []
+    assert scene.watch.training
+    assert scene.at(90.0, attempt=4) == []
+    assert scene.watch.training
+
+
 def test_an_admission_that_hangs_is_said() -> None:
     scene = Scene(quiet_warning_s=30.0)
     assert scene.at(1.0, attempt=4) == []
