@@ -15,8 +15,30 @@ from coherent_ray.cli.output import (
     show_line,
     size_text,
 )
-from coherent_ray.errors import AdmissionRefused, CoherentRayError, ConfigError, OwnedElsewhere
+from coherent_ray.errors import (
+    AdmissionRefused,
+    CoherentRayError,
+    ConfigError,
+    Damage,
+    LogDamaged,
+    NewerFormat,
+    NoGeneration,
+    OwnedElsewhere,
+    WrongRun,
+)
 from coherent_ray.train.supervisor import Outcome
+
+#: After these the same command meets the same again, whatever is published.
+_LASTING = (
+    ConfigError,
+    AdmissionRefused,
+    OwnedElsewhere,
+    Damage,
+    LogDamaged,
+    NewerFormat,
+    NoGeneration,
+    WrongRun,
+)
 
 
 def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
@@ -32,7 +54,8 @@ def show_outcome(outcome: Outcome, root: str, *, as_json: bool) -> None:
         return
     facts = outcome.facts
     show_line(headline(outcome), style="" if outcome.stopped else "good")
-    show_fields("", [("updates", f"{facts['done']:,} of {facts['updates']:,}"), *_saves(outcome)])
+    of = f" of {facts['updates']:,}" if facts["updates"] is not None else ""
+    show_fields("", [("updates", f"{facts['done']:,}{of}"), *_saves(outcome)])
     show_fields("next", _next(outcome, root))
 
 
@@ -52,8 +75,8 @@ def show_failure(error: CoherentRayError, *, as_json: bool) -> None:
 def closing(error: CoherentRayError) -> list[str]:
     """Return the lines that follow an error: what is published, the log, and its last words."""
     lines = []
-    if not isinstance(error, ConfigError | AdmissionRefused | OwnedElsewhere):
-        latest = error.details.get("latest")
+    if "latest" in error.details and not isinstance(error, _LASTING):
+        latest = error.details["latest"]
         lines.append(
             f"Published: {latest}; the same command resumes there."
             if latest
@@ -81,6 +104,7 @@ def value_of(outcome: Outcome) -> dict[str, Any]:
     return {
         "stopped": outcome.stopped,
         "restarts": outcome.restarts,
+        "restarted": outcome.restarted,
         "log": str(outcome.log),
         **outcome.facts,
     }
@@ -102,9 +126,11 @@ def _saves(outcome: Outcome) -> list[tuple[str, str]]:
     if len(good) < len(saves):
         reasons = dict.fromkeys(s["reason"] for s in saves if s["fate"] != "published")
         rows.append(("failed saves", f"{len(saves) - len(good):,}: {'; '.join(reasons)}"))
-    if outcome.restarts:
-        log = f"; log {outcome.log}" if outcome.log.exists() else ""
-        rows.append(("restarts", f"{count_text(outcome.restarts, 'driver')}{log}"))
+    counts = {"driver": outcome.restarts, **outcome.restarted}
+    if any(counts.values()):
+        log = f"; log {outcome.log}" if outcome.restarts and outcome.log.exists() else ""
+        words = ", ".join(count_text(count, what) for what, count in counts.items() if count)
+        rows.append(("restarts", words + log))
     return rows
 
 

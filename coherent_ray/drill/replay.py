@@ -14,6 +14,7 @@ from typing import Any
 from coherent_ray.commit.generations import Generations
 from coherent_ray.config import Config
 from coherent_ray.drill.strikes import Strike, Striker, Struck
+from coherent_ray.errors import Interrupted
 from coherent_ray.state import state_digest
 from coherent_ray.storage import StorageOptions, open_storage
 from coherent_ray.train import receipts
@@ -59,6 +60,7 @@ def replay(
         seed: Decides which worker is struck.
 
     Raises:
+        Interrupted: Somebody asked to stop.
         CoherentRayError: The run did not reach its end.
     """
     config = with_root(config, root, workers)
@@ -71,7 +73,8 @@ def replay(
         striker(event)
 
     begun = time.monotonic()
-    supervise(config, listen)
+    if supervise(config, listen).stopped:
+        raise Interrupted("stopped before the run came to its end")
     seconds = time.monotonic() - begun
     if striker.left:
         notes.append(f"{striker.left} strikes found no moment")

@@ -88,6 +88,7 @@ class CoordinatorActor:
             ack_timeout_s=ack_timeout_s,
             read_back=read_back,
         )
+        self._incarnation = secrets.token_hex(8)
         self._wish: Word = "none"
         self._token = 0
         self._departures = Departures()
@@ -104,8 +105,9 @@ class CoordinatorActor:
         """Return who this is, within seconds whatever the storage does.
 
         Returns:
-            ``pid``, ``run_id``, ``root``, ``options``, ``attempt`` (0: none is known), and
-            ``degraded`` (why the log cannot be read, or None).
+            ``pid``, ``run_id``, ``root``, ``options``, ``attempt`` (0: none is known),
+            ``incarnation`` (another one after each start) and ``degraded`` (why the log cannot be
+            read, or None).
         """
         await self._service.settle_in()
         return {
@@ -288,7 +290,8 @@ class CoordinatorActor:
         """Return what a progress display shows, without waiting for the storage.
 
         Returns:
-            ``run_id``, ``attempt``, ``degraded``, ``progress`` (as last reported), ``wish``,
+            ``run_id``, ``attempt``, ``incarnation`` (another one after each start), ``degraded``,
+            ``progress`` (as last reported), ``wish``,
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
             ``scrub`` (``damaged``: what the last scrub found; None: there is no schedule),
@@ -353,5 +356,6 @@ class CoordinatorActor:
         return {
             "run_id": self._run_id,
             "attempt": self._service.attempt,
+            "incarnation": self._incarnation,
             "degraded": str(degraded) if degraded else None,
         }

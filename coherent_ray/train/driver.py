@@ -78,6 +78,8 @@ class Driver:
         self._saves: dict[str, dict[str, Any]] = {}
         self._placement: str | None = None
         self._last_notes: list[str] = []
+        self._ended = 0
+        self._incarnation: str | None = None
 
     def listen(self) -> None:
         """Let SIGTERM and SIGINT ask for a stop. For the main thread."""
@@ -107,6 +109,7 @@ class Driver:
         self._interruptible = not self._stop_asked.is_set()
         before = preflight.check(config)
         self._note(before.notes)
+        self._tell(Event("found", facts=_facts(before)))
         if before.complete:
             self._interruptible = False
             self._finished(before, stopped=False)
@@ -150,6 +153,7 @@ class Driver:
                     remedy="see the logs of the head node; cluster.max_failures allows more",
                 )
             self._tell(Event("restarting", "Ray Train's controller is gone; starting another"))
+            self._restarted("controller")
             self._free_placement()
             if self._stop_asked.is_set():
                 break
@@ -176,7 +180,8 @@ class Driver:
         """
         handle = coordinators.connect_for(self._config, run_id, self.actor)
         attempt = int(coordinators.answer(handle.ping.remote())["attempt"])
-        self._watch = Watch(self._config.cluster, attempt)
+        stale = coordinators.answer(handle.status.remote())["failures"]
+        self._watch, self._ended = Watch(self._config.cluster, attempt, stale=stale), 0
         trainer = make_trainer(self._config, self.function)
         outcome: list[BaseException | None] = []
 
@@ -230,6 +235,7 @@ class Driver:
         notes = [*(status.get("notes") or []), *(status["progress"].get("notes") or [])]
         self._note(notes)
         self._say(self._watch.look(status))
+        self._count(status)
         self._tell(Event("progress", facts=status))
         return True
 
@@ -240,6 +246,20 @@ class Driver:
             if note not in self._last_notes:
                 self._tell(Event("note", note))
         self._last_notes = now or self._last_notes
+
+    def _count(self, status: dict[str, Any]) -> None:
+        """Tell what was started again: the workers, of which `Watch` has words; the coordinator."""
+        if self._watch.ends > self._ended:
+            self._restarted("worker group", self._watch.ends - self._ended)
+            self._ended = self._watch.ends
+        before, self._incarnation = self._incarnation, status.get("incarnation")
+        if before not in {None, self._incarnation}:
+            text = "the coordinator ended; Ray has started it again, and saves go on with it"
+            self._tell(Event("note", text))
+            self._restarted("coordinator")
+
+    def _restarted(self, what: str, times: int = 1) -> None:
+        self._tell(Event("restarted", facts={"what": what, "times": times}))
 
     def _say(self, words: Iterable[str]) -> None:
         try:

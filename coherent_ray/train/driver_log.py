@@ -19,6 +19,7 @@ DIRECTORY = "drivers"
 KEPT = 9
 _STAMP = "%Y%m%dT%H%M%SZ"
 _PREFIX = "coherent-ray-driver-"
+_TRACE = "Traceback (most recent call last):"
 _WORDS = 6
 _WORD_LENGTH = 300
 _TAIL_BYTES = 8192
@@ -57,10 +58,7 @@ def leave(path: Path) -> None:
 
 def has_words(path: Path) -> bool:
     """Return whether anything was written."""
-    try:
-        return path.stat().st_size > 0
-    except OSError:
-        return False
+    return size(path) > 0
 
 
 def last_words(path: Path) -> list[str]:
@@ -73,6 +71,34 @@ def last_words(path: Path) -> list[str]:
         return []
     lines = [line.rstrip() for line in text.splitlines() if line.strip()]
     return [line[:_WORD_LENGTH] for line in lines[-_WORDS:]]
+
+
+def size(path: Path) -> int:
+    """Return how many bytes were written."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def cause(path: Path, since: int = 0) -> str:
+    """Return the line by which a driver's words end: its exception; empty where there are none.
+
+    Args:
+        path: The log.
+        since: Bytes that were there before the driver.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    _, trace, after = text.rpartition(_TRACE)
+    lines = [line.rstrip() for line in after.splitlines() if line.strip()]
+    # The traceback's own lines are indented; its exception is the first that is not.
+    ends = [line for line in lines if not line[0].isspace()] if trace else lines[-1:]
+    return ends[0][:_WORD_LENGTH] if ends else ""
 
 
 def _stamp(old: list[Path]) -> str:

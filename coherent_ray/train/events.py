@@ -14,7 +14,9 @@ from typing import IO, Any, Literal
 from coherent_ray import errors
 from coherent_ray.errors import CoherentRayError
 
-Kind = Literal["note", "started", "progress", "restarting", "finished", "error"]
+Kind = Literal[
+    "note", "found", "started", "progress", "restarting", "restarted", "finished", "error"
+]
 
 
 @dataclass(frozen=True, slots=True)

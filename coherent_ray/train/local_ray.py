@@ -24,6 +24,10 @@ _TOKENS = (
     "set RAY_AUTH_MODE=token here, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to what the head node "
     "has (~/.ray/auth_token, where it was generated there)"
 )
+_NOT_STARTED = (
+    "the machine may be overloaded (see `uptime`): let it rest; or a port that Ray needs is taken, "
+    "or its temporary directory full (`df`, RAY_TMPDIR)"
+)
 #: How Ray's error begins where a cluster listens and does not let this process in.
 _UNANSWERED = "Failed to connect to Ray cluster"
 
@@ -41,9 +45,13 @@ def connected(cluster: Cluster) -> Iterator[str]:
     if cluster.address is None:
         try:
             _start(cluster)
-        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        except Exception as error:  # Ray has no type of its own for it
             raise ClusterError(
-                f"Ray did not start: {error}", where="local", remedy="see `ray status`"
+                f"Ray did not start: {_first_line(error)}",
+                where="local",
+                remedy=_NOT_STARTED,
+                # What Ray says of wrong options it says again.
+                details={} if isinstance(error, ValueError) else {"may_pass": True},
             ) from error
     else:
         join(cluster.address)
@@ -66,7 +74,7 @@ def join(address: str, *, level: int = logging.WARNING) -> None:
     knock(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=level)
-    except (AuthenticationError, ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+    except Exception as error:  # Ray has no type of its own for a node that does not come up
         if isinstance(error, AuthenticationError):
             raise ClusterError(
                 "the cluster wants Ray's token, and this process has none or another",

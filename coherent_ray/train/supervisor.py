@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,14 +25,17 @@ from typing import Any
 
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
-from coherent_ray.train import driver_log, events
+from coherent_ray.train import driver_log, events, published
 from coherent_ray.train.events import Event
+from coherent_ray.train.starting import Starting
 
 OnEvent = Callable[[Event], None]
 
 DRIVER = (sys.executable, "-m", "coherent_ray.train.driver")
 #: Drivers in a row that may end without one update.
 BARREN_LIVES = 3
+#: Drivers in a row that may fail to bring up Ray.
+RAYLESS_LIVES = 3
 #: Seconds between two drivers at most.
 LONGEST_PAUSE_S = 10.0
 #: Seconds between two looks at whether somebody asks to stop.
@@ -50,11 +54,14 @@ class Outcome:
     stopped: bool
     """It was asked to stop, and has updates left."""
     facts: dict[str, Any]
-    """``run_id``, ``updates``, ``done``, ``latest``, ``complete``, ``saves``."""
+    """``run_id``, ``updates`` (None: it ended before they could be counted), ``done``, ``latest``,
+    ``complete``, ``saves``."""
     restarts: int
     """Drivers that died and were replaced."""
     log: Path
     """Where the drivers' own output lies; a driver that said nothing leaves none."""
+    restarted: dict[str, int] = field(default_factory=dict)
+    """How often a ``controller``, ``worker group`` or ``coordinator`` was, as drivers told it."""
 
 
 @dataclass(slots=True)
@@ -64,7 +71,11 @@ class _Life:
     status: int = 0
     finished: Event | None = None
     error: CoherentRayError | None = None
+    found: Event | None = None
+    """What it found in the root before it started anything."""
     started: bool = False
+    cause: str = ""
+    """The last line that it wrote, where it ended by itself."""
     progressed: bool = False
     updates: set[int] = field(default_factory=set)
 
@@ -97,12 +108,16 @@ class Supervisor:
         self._signals = 0
         self._said = False
         self._restarts = 0
+        self._restarted: Counter[str] = Counter()
         self._barren = 0
+        self._rayless = 0
+        self._hints: set[str] = set()
         self._seen_cluster = False
         self._alive_at = time.monotonic()
         self._deaths = 0
         self._latest: str | None = None
         self._training = False
+        self._starting = Starting(self._config.cluster, self._alive_at)
         self._log = driver_log.place(self._config.run.root)
 
     def run(self) -> Outcome:
@@ -128,29 +143,61 @@ class Supervisor:
             life = self._one_life()
             if life.finished is not None:
                 facts = life.finished.facts
-                return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log)
+                return self._outcome(facts)
+            if self._was_asked(life):
+                return self._stopped(life)
             if life.error is not None and not self._may_return(life.error):
                 raise life.error
-            self._require_no_signal()
             self._restarts += 1
             self._deaths += life.started
-            reason = life.error.what if life.error else f"the driver died ({_status(life.status)})"
+            reason = _reason(life)
             self._require_patience(life, reason)
             self._on_event(Event("restarting", reason))
+            self._hint(life)
             self._pause(min(2.0**self._barren, LONGEST_PAUSE_S))
-            self._require_no_signal()
+            if self._signals:
+                return self._stopped(None)
 
     def _explain(self, error: CoherentRayError) -> None:
         """Add to an error what only this process knows: where the log is, and what is published."""
-        error.details.setdefault("latest", self._latest)
+        if self._latest is not None:
+            error.details.setdefault("latest", self._latest)
+        elif (known := published.in_root(self._config)) is not None:
+            # Where nothing is known, nothing is said: that there is none is another matter.
+            error.details.setdefault("latest", known["latest"])
         if driver_log.has_words(self._log):
             error.details.setdefault("log", str(self._log))
             if isinstance(error, TrainingFailed | ClusterError):
                 error.details.setdefault("last_words", driver_log.last_words(self._log))
 
-    def _require_no_signal(self) -> None:
-        if self._signals:
-            raise Interrupted("stopped before a generation could be published")
+    def _was_asked(self, life: _Life) -> bool:
+        """Whether a driver that did not finish ended because somebody asked to stop.
+
+        A Ray that starts may get the signal, too, and fail by it.
+        """
+        if isinstance(life.error, Interrupted):
+            return True
+        return self._signals > 0 and (life.error is None or isinstance(life.error, ClusterError))
+
+    def _stopped(self, life: _Life | None) -> Outcome:
+        """Return how a run ended that was stopped where nothing trained.
+
+        Args:
+            life: The driver that ended by it; None: there was none.
+
+        Raises:
+            Interrupted: It trained, and what it did since the last generation is lost.
+        """
+        if life is not None and self._training:
+            raise Interrupted("stopped before one more generation could be published")
+        facts = life.found.facts if life and life.found else published.in_root(self._config)
+        if facts is None:
+            raise Interrupted("stopped before the training began", where=self._config.run.root)
+        return self._outcome({**facts, "stopped": True, "saves": []})
+
+    def _outcome(self, facts: dict[str, Any]) -> Outcome:
+        restarted = dict(self._restarted)
+        return Outcome(bool(facts["stopped"]), facts, self._restarts, self._log, restarted)
 
     def _pause(self, seconds: float) -> None:
         """Wait between two drivers, but not once somebody asks to stop."""
@@ -159,8 +206,21 @@ class Supervisor:
             time.sleep(min(left, _LOOK_S))
 
     def _may_return(self, error: CoherentRayError) -> bool:
-        """Whether what failed is a cluster that was there before, and may come back."""
-        return self._seen_cluster and isinstance(error, ClusterError)
+        """Whether what failed is a cluster that was there before, or one that may yet start."""
+        passing = self._seen_cluster or error.details.get("may_pass") is True
+        return passing and isinstance(error, ClusterError)
+
+    def _hint(self, life: _Life) -> None:
+        """Say, once, where a driver's words are, and what to do about its end."""
+        hints = []
+        if driver_log.has_words(self._log):
+            hints.append(f"the driver's log: {self._log}")
+        if life.error is not None and life.error.remedy:
+            hints.append(f"what to do: {life.error.remedy}")
+        for hint in hints:
+            if hint not in self._hints:
+                self._hints.add(hint)
+                self._on_event(Event("note", hint))
 
     def _require_patience(self, life: _Life, reason: str) -> None:
         """Count deaths, and lives that led to nothing, and give up after some.
@@ -177,6 +237,7 @@ class Supervisor:
                 where=str(self._log),
                 remedy="see its last words there; cluster.max_failures allows more",
             )
+        self._rayless = self._rayless + 1 if life.found and not life.started else 0
         if life.progressed:
             self._barren = 0
             self._alive_at = now
@@ -186,6 +247,8 @@ class Supervisor:
         if cluster.address is not None and self._seen_cluster:
             if now - self._alive_at < cluster.reconnect_timeout_s:
                 return
+        elif self._rayless >= RAYLESS_LIVES:
+            raise self._no_ray(life, reason)
         elif self._barren <= BARREN_LIVES:
             return
         raise TrainingFailed(
@@ -194,10 +257,20 @@ class Supervisor:
             remedy="the log named here has their last words",
         )
 
+    def _no_ray(self, life: _Life, reason: str) -> ClusterError:
+        """Return the error of drivers that could not bring up Ray."""
+        return ClusterError(
+            f"{self._rayless} drivers in a row ended before Ray was up; the last one: {reason}",
+            where=self._config.cluster.address or "local",
+            remedy=life.error.remedy if life.error else "the log named here has their last words",
+        )
+
     def _one_life(self) -> _Life:
         """Start a driver, pass on what it says, and return when it has ended."""
         reading, writing = os.pipe()
         self._training = False
+        self._starting = Starting(self._config.cluster, time.monotonic())
+        written = driver_log.size(self._log)
         with self._log.open("ab") as log:
             self._child = child = subprocess.Popen(
                 [*self._command, str(writing)],
@@ -222,6 +295,8 @@ class Supervisor:
         finally:
             os.close(reading)
         life.status = child.wait()
+        if life.status > 0:  # killed, it had no time to say by what
+            life.cause = driver_log.cause(self._log, written)
         return life
 
     def _lines(self, pipe: int, child: subprocess.Popen[str]) -> Iterator[str]:
@@ -232,6 +307,7 @@ class Supervisor:
         rest = b""
         while True:
             self._say_that_it_stops()
+            self._say_what_is_late()
             # Asked in this order: what it sent before it ended is read.
             ended = child.poll() is not None
             if not select.select([pipe], [], [], 0.0 if ended else _LOOK_S)[0]:
@@ -246,11 +322,15 @@ class Supervisor:
         yield rest.decode(errors="replace")
 
     def _note(self, life: _Life, event: Event) -> None:
+        self._starting.note(event.kind, time.monotonic())
         match event.kind:
             case "finished":
                 life.finished = event
             case "error":
                 life.error = events.to_error(event)
+            case "found":
+                life.found = event
+                self._latest = event.facts.get("latest") or self._latest
             case "started":
                 life.started = self._seen_cluster = True
                 self._latest = event.facts.get("latest") or self._latest
@@ -265,6 +345,8 @@ class Supervisor:
                     life.updates.add(int(update))
                     life.progressed = len(life.updates) > 1
                 self._on_event(event)
+            case "restarted":
+                self._restarted[str(event.facts["what"])] += int(event.facts["times"])
             case _:
                 self._on_event(event)
 
@@ -289,6 +371,11 @@ class Supervisor:
             does = "publishing one more generation" if self._training else "nothing trains yet"
             text = f"stopping: {does} (twice more to stop at once)"
             self._on_event(Event("note", text))
+
+    def _say_what_is_late(self) -> None:
+        if not self._signals:
+            for words in self._starting.words(time.monotonic()):
+                self._on_event(Event("note", words))
 
     def _end_child(self) -> None:
         child = self._child
@@ -324,6 +411,14 @@ def _end_with(parent: int) -> Callable[[], None]:
                 os._exit(1)  # it went before it could be asked
 
     return end_with_parent
+
+
+def _reason(life: _Life) -> str:
+    """Return how a driver ended that did not finish, in one line."""
+    if life.error is not None:
+        return life.error.what
+    died = f"the driver died ({_status(life.status)})"
+    return f"{died}: {life.cause}" if life.cause else died
 
 
 def _status(status: int) -> str:

@@ -23,6 +23,8 @@ from coherent_ray.train.whereabouts import Silence
 #: and where it is large enough, that others hold its resources.
 TOO_SMALL_S = 4.0
 HELD_S = 20.0
+#: The class of Ray Train's workers, as Ray lists actors.
+WORKER_CLASS = "RayTrainWorker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,9 @@ class Watch:
         cluster: Cluster,
         attempt: int,
         *,
+        stale: dict[str, Any] | None = None,
         resources: Callable[[], Resources] | None = None,
+        processes: Callable[[], int | None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin to watch.
@@ -51,18 +55,24 @@ class Watch:
         Args:
             cluster: The configuration's cluster section.
             attempt: The newest attempt before this controller was started.
+            stale: The failures that the coordinator knew of by then: of earlier controllers.
             resources: Asks what the cluster has; None: asks Ray.
+            processes: Asks how many workers' processes are up; None: asks Ray.
             clock: Seconds.
         """
         self._cluster = cluster
         self._before = attempt
+        self._stale = stale
         self._resources = resources or rays_resources
+        self._processes = processes or rays_workers
         self._clock = clock
         self._begun = clock()
         self._attempt = attempt
         self._opened = self._begun
+        self._admitted = 0
         self._silence = Silence(cluster.quiet_warning_s, cluster.collective_timeout_s)
         self._waits_s = TOO_SMALL_S
+        self._slow_s = cluster.quiet_warning_s
         self._unadmitted_s = cluster.quiet_warning_s
         self.failures: dict[str, Any] = {"count": 0, "last": "", "taken": 0}
         """Of the worker group: how many, how many more that do not count, the last in words."""
@@ -78,16 +88,19 @@ class Watch:
             status: The coordinator's, see `CoordinatorActor.status`; None: there is no coordinator.
         """
         now = self._clock()
-        attempt = status["attempt"] if status else self._before
+        status = self._own(status)
+        attempt = max(status["attempt"], self._attempt) if status else self._before
         same = attempt == self._attempt
         if status and self.training and same and self._grown(status):
             # Its workers are gone: from here on, the next attempt is waited for.
             self._before, self._begun, self._waits_s = attempt, now, TOO_SMALL_S
+            self._slow_s = self._cluster.quiet_warning_s
         if not same:
             self._attempt, self._opened = attempt, now
             self._unadmitted_s = self._cluster.quiet_warning_s
-        admitted = status["admitted"] if status else 0
-        self.training = attempt > self._before and admitted == attempt
+        # A coordinator that was started again has forgotten whom it admitted.
+        self._admitted = max(self._admitted, status["admitted"] if status else 0)
+        self.training = attempt > self._before and self._admitted == attempt
         if attempt <= self._before:
             yield from self._waiting(now - self._begun)
         if status is None:
@@ -103,6 +116,20 @@ class Watch:
         elif attempt > self._before:
             yield from self._admission(now - self._opened)
 
+    @property
+    def ends(self) -> int:
+        """How often the worker group has ended under this controller."""
+        return _ends(self.failures)
+
+    def _own(self, status: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return a status without failures of earlier controllers: each counts from 0."""
+        if status is None or self._stale is None:
+            return status
+        if status["failures"] != self._stale:
+            self._stale = None
+            return status
+        return status | {"failures": self.failures}
+
     def _waiting(self, waited_s: float) -> Iterator[str]:
         """Say what no worker can start without."""
         if waited_s < self._waits_s:
@@ -113,6 +140,7 @@ class Watch:
         short = any(has.get(name, 0.0) < amount for name, amount in wants.items())
         if not short and (waited_s < HELD_S or not there.asked_for):
             self._waits_s = max(self._waits_s, min(HELD_S, waited_s + 1.0))
+            yield from self._slow(waited_s)
             return
         self._waits_s = waited_s + max(waited_s, 30.0)
         asks = ", ".join(f"{amount:g} {name}" for name, amount in wants.items())
@@ -122,6 +150,19 @@ class Watch:
         yield (
             f"waiting for resources: {self._cluster.workers} workers ask for {asks}; the cluster "
             f"has {found}. It goes on when they are there; Ctrl-C ends the waiting"
+        )
+
+    def _slow(self, waited_s: float) -> Iterator[str]:
+        """Say that workers have what they need, and take long to start all the same."""
+        if waited_s < self._slow_s:
+            return
+        self._slow_s = 2 * waited_s
+        up = self._processes()
+        there = "their processes" if up is None else f"{up} of {self._cluster.workers} processes"
+        yield (
+            f"the workers have been starting for {waited_s:.0f} s: "
+            f"{there} {'are waited for' if up is None else 'are up'}; each loads Ray and torch, "
+            "which takes long on an overloaded machine"
         )
 
     def _grown(self, status: dict[str, Any]) -> bool:
@@ -191,3 +232,20 @@ def rays_resources() -> Resources:
     # One that is PREPARED has its resources already: they are no longer free, and not waited for.
     pending = any(group["state"] == "PENDING" for group in groups)
     return Resources(ray.cluster_resources(), ray.available_resources(), pending)
+
+
+def rays_workers() -> int | None:
+    """Return how many workers' processes of this process's job are up; None: Ray does not say."""
+    from ray._private.state import actors
+
+    job = ray.get_runtime_context().get_job_id()
+    try:
+        known = actors().values()
+        states = [
+            actor["State"]
+            for actor in known
+            if actor["ActorClassName"] == WORKER_CLASS and actor["JobID"] == job
+        ]
+    except (KeyError, AttributeError):
+        return None  # not a public name, and no more than a word depends on it
+    return states.count("ALIVE")

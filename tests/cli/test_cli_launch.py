@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ def test_failed_saves_are_told(call, supervised, configuration):
     failed = FACTS["saves"][0] | {"fate": "failed", "reason": "no space is left"}
     supervised(outcome(saves=[failed, FACTS["saves"][1]]))
     assert "1: no space is left" in call("run", configuration()).out
+
+
+def test_all_restarts_are_told(call, supervised, configuration):
+    died = {"worker group": 2, "coordinator": 1}
+    supervised(replace(outcome(), restarts=1, restarted=died))
+    text = " ".join(call("run", configuration()).out.split())
+    assert "restarts 1 driver, 2 worker groups, 1 coordinator" in text
+    supervised(replace(outcome(), restarted=died))
+    assert call("run", configuration(), "--json").json["restarted"] == died
 
 
 def test_run_that_is_refused(call, supervised, configuration):

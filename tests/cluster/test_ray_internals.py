@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from coherent_ray.drill.strikes import CLASSES
 from coherent_ray.errors import AdmissionTimeout, ClusterError
-from coherent_ray.train import backend, coordinators, drains, leaving, trainer
+from coherent_ray.train import backend, coordinators, drains, leaving, trainer, watch
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -182,6 +182,8 @@ def test_classes_have_the_names_by_which_drills_find_them() -> None:
 
     names = {"worker": RayTrainWorker.__name__, "controller": TrainController.__name__}
     assert names == CLASSES, moved("the names of its actors", "drill/strikes.py")
+    assert names["worker"] == watch.WORKER_CLASS, moved("its workers' name", "train/watch.py")
+    assert watch.rays_workers() is not None, moved("the list of actors", "train/watch.py")
 
 
 @pytest.mark.parametrize(

@@ -83,3 +83,24 @@ def test_time_without_a_question_does_not_count(cluster: Cluster) -> None:
     cluster.answers = False
     cluster.look()
     assert cluster.restarted == []
+
+
+def restarts(cluster: Cluster) -> list[tuple[str, int]]:
+    told = [event.facts for event in cluster.told if event.kind == "restarted"]
+    return [(facts["what"], facts["times"]) for facts in told]
+
+
+def test_a_coordinator_that_died_is_told_and_counted(cluster: Cluster) -> None:
+    cluster.look(2)
+    assert restarts(cluster) == []
+    cluster.status = cluster.status | {"incarnation": "another"}
+    cluster.look(2)
+    assert restarts(cluster) == [("coordinator", 1)]
+    assert [e.text for e in cluster.told if "the coordinator ended" in e.text] != []
+
+
+def test_workers_that_died_are_counted(cluster: Cluster) -> None:
+    cluster.look()
+    cluster.status = cluster.status | {"failures": {"count": 2, "last": "rank 1", "taken": 1}}
+    cluster.look(2)
+    assert restarts(cluster) == [("worker group", 3)]

@@ -85,18 +85,25 @@ def test_a_named_cluster_is_joined(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "where", "words"),
-    [(None, "local", "Ray did not start: no"), ("auto", "auto", "no Ray there: no")],
+    ("address", "where", "words", "remedy"),
+    [
+        (None, "local", "Ray did not start: no", "overloaded"),
+        ("auto", "auto", "no Ray there: no", "ray status"),
+    ],
 )
-@pytest.mark.parametrize("kind", [ConnectionError, RuntimeError, ValueError, TimeoutError])
+@pytest.mark.parametrize("kind", [ConnectionError, ValueError, TimeoutError, Exception])
 def test_a_cluster_that_is_not_there(
-    calls: Calls, address: str | None, where: str, words: str, kind: type[Exception]
+    calls: Calls, address: str | None, where: str, words: str, remedy: str, kind: type[Exception]
 ) -> None:
+    """Of a node that does not come up in time Ray says so by a plain `Exception`."""
     calls.error = kind("no")
     with pytest.raises(ClusterError) as caught, connected(Cluster(address=address)):
         pytest.fail("it is not connected")
     assert (caught.value.what, caught.value.where) == (words, where)
-    assert "ray status" in caught.value.remedy
+    assert remedy in caught.value.remedy
+    assert caught.value.details == (
+        {"may_pass": True} if not address and kind is not ValueError else {}
+    )
     assert calls.ended == 0
 
 

@@ -16,7 +16,12 @@ from typing import Any
 import pytest
 from small_run import config_for
 
+from coherent_ray.cli.summary import closing, headline
+from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.manifest import generation_directory
+from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
+from coherent_ray.digests import digest_of
 from coherent_ray.errors import (
     AdmissionRefused,
     ClusterError,
@@ -25,9 +30,16 @@ from coherent_ray.errors import (
     Interrupted,
     TrainingFailed,
 )
+from coherent_ray.storage import LocalStorage
 from coherent_ray.train import supervisor as supervisor_
 from coherent_ray.train.events import Event
-from coherent_ray.train.supervisor import BARREN_LIVES, LONGEST_PAUSE_S, Outcome, Supervisor
+from coherent_ray.train.supervisor import (
+    BARREN_LIVES,
+    LONGEST_PAUSE_S,
+    RAYLESS_LIVES,
+    Outcome,
+    Supervisor,
+)
 
 FAKE = Path(__file__).parent / "fake_driver.py"
 WAIT_S = 30
@@ -190,6 +202,18 @@ finish()
     assert run.pauses == [1.0] * 6
 
 
+def test_what_drivers_start_again_is_counted_over_all_of_them(
+    watched: Callable[..., Watched],
+) -> None:
+    script = """
+tell('restarted', what='worker group', times=2)
+tell('restarted', what='controller', times=1)
+finish() if life else sys.exit(75)
+"""
+    outcome = watched(script).run()
+    assert outcome.restarted == {"worker group": 4, "controller": 2}
+
+
 def test_a_driver_that_exits_without_a_word_is_replaced(watched: Callable[..., Watched]) -> None:
     run = watched("finish() if life else sys.exit(75)")
     assert run.run().restarts == 1
@@ -213,6 +237,56 @@ def test_drivers_that_lead_nowhere_end_the_run(watched: Callable[..., Watched]) 
     assert run.lives == BARREN_LIVES + 1
     assert run.pauses == [2.0, 4.0, 8.0]
     assert max(run.pauses) <= LONGEST_PAUSE_S
+
+
+TRACE = """
+print('Traceback (most recent call last):\\n  File "x", line 1\\n    ray.init()', file=sys.stderr)
+print('Exception: The current node timed out', file=sys.stderr)
+print('  [raylet] noise', file=sys.stderr)
+sys.exit(1)
+"""
+
+
+def test_a_driver_that_dies_says_by_what_and_where_more_is(watched: Callable[..., Watched]) -> None:
+    run = watched("finish() if life == 2 else None\n" + TRACE)
+    run.run()
+    dead = "the driver died (exit status 1): Exception: The current node timed out"
+    assert run.texts("restarting") == [dead] * 2
+    assert run.texts("note") == [f"the driver's log: {run.log}"], "once"
+
+
+def test_ray_that_does_not_start_ends_the_run_in_time(watched: Callable[..., Watched]) -> None:
+    """What may pass is tried again, but not for ever; and each time with its reason."""
+    run = watched(
+        "tell('found'); tell('error', type='ClusterError', what='Ray did not start: time',"
+        "where='local', remedy='is it overloaded?', details={'may_pass': True}); sys.exit(1)"
+    )
+    error = run.fails(ClusterError)
+    assert error.what.startswith(
+        "3 drivers in a row ended before Ray was up; the last one: Ray did"
+    )
+    assert error.remedy == "is it overloaded?"
+    assert run.lives == RAYLESS_LIVES
+    assert run.texts("restarting") == ["Ray did not start: time"] * 2
+    assert run.texts("note") == ["what to do: is it overloaded?"]
+
+
+def test_drivers_that_die_while_they_start_ray_end_the_run(watched: Callable[..., Watched]) -> None:
+    run = watched("tell('found')" + TRACE)
+    error = run.fails(ClusterError)
+    assert error.what.endswith("(exit status 1): Exception: The current node timed out")
+    assert run.lives == RAYLESS_LIVES
+
+
+def test_a_start_that_takes_long_says_so(watched: Callable[..., Watched]) -> None:
+    run = watched(
+        "time.sleep(0.5); tell('found'); time.sleep(0.5); tell('started'); finish()",
+        cluster__quiet_warning_s=0.1,
+    )
+    run.run()
+    first, *_, last = run.texts("note")
+    assert first.startswith("the driver has been starting for")
+    assert last.startswith("Ray has been starting for")
 
 
 def test_one_update_clears_the_count(watched: Callable[..., Watched]) -> None:
@@ -320,12 +394,78 @@ def test_a_signal_asks_the_driver_to_stop(
 def test_a_driver_that_dies_while_it_is_asked_is_not_replaced(
     watched: Callable[..., Watched],
 ) -> None:
-    run = watched("wait_for_stop(); os.kill(os.getpid(), signal.SIGKILL)")
+    run = watched("progress(1); wait_for_stop(); os.kill(os.getpid(), signal.SIGKILL)")
     run.react = sending(signal.SIGTERM)
     error = run.fails(Interrupted)
-    assert "before a generation could be published" in error.what
+    assert "before one more generation could be published" in error.what
     assert error.details["latest"] is None
     assert run.lives == 1
+
+
+def publish(root: Path, generations: int) -> None:
+    """Write a commit log with some generations, one update each."""
+    log = CommitLog(LocalStorage(root))
+    attempt = log.open_attempt("small", "token").body.attempt
+    for number in range(1, generations + 1):
+        digest = digest_of(b"manifest")
+        place = f"{generation_directory(number, attempt)}/manifest.json"
+        log.append(PublishBody(number, attempt, number, 0, place, 8, digest, None), attempt)
+
+
+#: Where a driver may be when somebody asks to stop, and nothing trains yet.
+EARLY = {
+    "it loads its packages": "tell('note', 'now'); time.sleep(30)",
+    "it starts Ray": "tell('found', **FOUND); tell('note', 'now'); time.sleep(30)",
+    "it starts Ray and hears of it": (
+        "tell('found', **FOUND); ignore_stop(); tell('note', 'now'); time.sleep(0.5);"
+        "tell('error', type='Interrupted', what='stopped before the training began')"
+    ),
+    "Ray hears of it": (
+        "tell('found', **FOUND); ignore_stop(); tell('note', 'now'); time.sleep(0.5);"
+        "tell('error', type='ClusterError', what='Ray did not start')"
+    ),
+    "workers start": "tell('found', **FOUND); tell('started', **FOUND); tell('note', 'now');"
+    "time.sleep(30)",
+}
+FOUND = (
+    "ignore_stop = lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    "FOUND = dict(run_id='job', updates=6, done=4, latest='g2-a1', complete=False);"
+)
+
+
+@pytest.mark.parametrize("script", EARLY.values(), ids=EARLY.keys())
+def test_a_stop_before_anything_trains_says_what_is_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    """The same end in the same words, wherever the driver was."""
+    publish(tmp_path / "run", 2)
+    run = Watched(config_for(tmp_path), FOUND + script, tmp_path)
+    run.react = sending(signal.SIGTERM, at="note")
+    outcome = run.run()
+    assert outcome.stopped
+    assert outcome.facts["latest"] == "g2-a1"
+    assert outcome.facts["saves"] == []
+    assert headline(outcome).endswith("was stopped; it resumes at g2-a1 by the same command")
+    assert run.lives == 1
+
+
+def test_a_stop_on_a_root_that_cannot_be_read_claims_nothing(
+    watched: Callable[..., Watched],
+) -> None:
+    run = watched("wait_for_stop()")
+    (run.folder / "run" / "log").mkdir(parents=True)
+    (run.folder / "run" / "log" / f"{1:020d}.json").write_text("torn")
+    run.react = sending(signal.SIGTERM)
+    error = run.fails(Interrupted)
+    assert "latest" not in error.details
+    assert not any("Published" in line for line in closing(error))
+
+
+def test_an_error_before_ray_is_up_says_what_is_published(watched: Callable[..., Watched]) -> None:
+    run = watched("tell('error', type='ClusterError', what='no Ray there')")
+    publish(run.folder / "run", 1)
+    error = run.fails(ClusterError)
+    assert "Published: g1-a1; the same command resumes there." in closing(error)
 
 
 STUBBORN = """
@@ -352,7 +492,7 @@ def test_the_third_signal_kills(watched: Callable[..., Watched]) -> None:
             more(event)
 
     run.react = react
-    run.fails(Interrupted)
+    assert run.run().stopped
     assert run.texts("note").count("not yet") == 2
     child = run.supervisor._child
     assert child is not None
@@ -369,9 +509,9 @@ def test_a_signal_between_two_drivers_ends_the_run(
     monkeypatch.setattr(supervisor_, "BARREN_LIVES", 9)
     run.react = sending(signal.SIGTERM, at="restarting")
     begun = time.monotonic()
-    error = run.fails(Interrupted)
+    outcome = run.run()
     assert time.monotonic() - begun < 20
-    assert error.details["latest"] is None
+    assert (outcome.stopped, outcome.facts["latest"]) == (True, None)
     assert run.lives == 1
 
 
@@ -387,7 +527,7 @@ def test_a_signal_while_a_driver_is_being_started_reaches_it(
 
     monkeypatch.setattr(supervisor_.subprocess, "Popen", signalled)
     begun = time.monotonic()
-    run.fails(Interrupted)
+    assert run.run().stopped
     assert time.monotonic() - begun < 20
 
 

@@ -12,11 +12,17 @@ from coherent_ray.train.watch import Resources, Watch
 
 
 class Scene:
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, stale: dict[str, Any] | None = None, **settings: Any) -> None:
         self.now = 0.0
         self.there = Resources({"CPU": 4.0}, {"CPU": 2.0}, asked_for=True)
+        self.up: int | None = None
         self.watch = Watch(
-            Cluster(**settings), 3, resources=lambda: self.there, clock=lambda: self.now
+            Cluster(**settings),
+            3,
+            stale=stale,
+            resources=lambda: self.there,
+            processes=lambda: self.up,
+            clock=lambda: self.now,
         )
 
     def at(self, now: float, **changes: Any) -> list[str]:
@@ -45,7 +51,10 @@ def test_what_is_waited_for_is_said_within_seconds() -> None:
 def test_workers_that_merely_start_are_no_lack_of_resources() -> None:
     scene = Scene(workers=4)
     scene.there = Resources({"CPU": 4.0}, {"CPU": 0.0}, asked_for=False)
-    assert [words for now in range(100) for words in scene.at(float(now))] == []
+    scene.up = 3
+    told = {now: words for now in range(130) for words in scene.at(float(now))}
+    assert list(told) == [60, 120], "once it takes long, and again when that has doubled"
+    assert told[60].startswith("the workers have been starting for 60 s: 3 of 4 processes are up")
     scene = Scene(workers=4)
     told = [now for now in range(25) if scene.at(float(now))]
     assert told == [20]
@@ -66,6 +75,27 @@ def test_a_death_is_said_once_and_then_nothing_trains() -> None:
     assert scene.at(3.0, attempt=4, admitted=4, failures=lost) == []
     assert not scene.watch.training
     assert scene.at(4.0, attempt=5, admitted=5, failures=lost) == []
+    assert scene.watch.training
+
+
+def test_what_an_earlier_controller_has_lost_is_not_counted_again() -> None:
+    stale = {"count": 2, "last": "rank 1: gone", "taken": 0}
+    scene = Scene(stale=stale, max_failures=5)
+    assert scene.at(1.0, attempt=4, admitted=4, failures=stale) == []
+    assert (scene.watch.ends, scene.watch.training) == (0, True)
+    lost = {"count": 1, "last": "rank 0: gone", "taken": 0}
+    [words] = scene.at(2.0, attempt=4, admitted=4, failures=lost)
+    assert words.startswith("rank 0: gone; failure 1 of 5 allowed")
+    assert scene.watch.ends == 1
+
+
+def test_a_coordinator_that_was_started_again_does_not_undo_the_admission() -> None:
+    """It has forgotten it, and before it has read the log the attempt too."""
+    scene = Scene(quiet_warning_s=30.0)
+    scene.at(1.0, attempt=4, admitted=4)
+    assert scene.at(2.0, attempt=0) == []
+    assert scene.watch.training
+    assert scene.at(90.0, attempt=4) == []
     assert scene.watch.training
 
 
