@@ -34,6 +34,7 @@ from coherent_ray.commit.manifest import generation_name
 from coherent_ray.commit.pruning import Pruned, Pruner
 from coherent_ray.commit.records import PinBody
 from coherent_ray.commit.retention import Kept, Policy
+from coherent_ray.commit.traces import read_whole
 from coherent_ray.errors import Fenced
 from coherent_ray.storage.base import Entry
 
@@ -131,6 +132,7 @@ def unpin(run: str, as_json: bool) -> int:
 def _mark(run: str, *, pinned: bool, as_json: bool) -> int:
     place = place_of(run)
     storage = place.open()
+    read_whole(storage)  # what was written behind lost records could not be undone
     log = CommitLog(storage)
     publish = Generations(storage, log).find(place.generation or "latest")
     body = PinBody(publish.number, publish.attempt, pinned)

@@ -17,7 +17,7 @@ from coherent_ray.cli.place import Place, place_of, run_argument
 from coherent_ray.cli.surroundings import look_round
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
-from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.commit.traces import look
 from coherent_ray.errors import CoherentRayError, Damage, NoGeneration
 
 
@@ -44,8 +44,8 @@ def verify(run: str, everything: bool, deep: bool, as_json: bool) -> int:
         raise click.UsageError(f"--all means every generation, not {place.generation}")
     storage = place.open()
     generations = Generations(storage)
-    hint = read_hint(storage)
-    cut = cut_off(hint, generations.history())
+    traces = look(storage)
+    cut = traces.damage(generations.history())
     found: list[tuple[PublishBody, list[Damage]]] = []
     for publish in _wanted(generations, place, everything=everything):
         damages = generations.verify(publish, deep=deep)

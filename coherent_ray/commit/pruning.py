@@ -30,7 +30,7 @@ from coherent_ray.commit.leftovers import Leftovers, survey
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody, RetireBody
 from coherent_ray.commit.retention import Kept, Plan, Policy, Unverified, key_of, plan
-from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.commit.traces import look
 from coherent_ray.errors import (
     ConfigError,
     Fenced,
@@ -160,10 +160,10 @@ class Pruner:
     # --- deciding ---------------------------------------------------------------------------------
 
     def _history(self) -> History:
-        hint = read_hint(self._storage)
+        traces = look(self._storage)
         history = self._log.read_on()
         # What the missing records published would look left over, and be deleted.
-        if damage := cut_off(hint, history):
+        if damage := traces.damage(history):
             raise damage
         return history
 
