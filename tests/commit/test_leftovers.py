@@ -23,8 +23,7 @@ from test_history import retire
 
 from coherent_ray.commit.pruning import GRACE_S, Pruner
 from coherent_ray.commit.retention import Policy
-from coherent_ray.errors import StorageError
-from coherent_ray.errors import LogDamaged
+from coherent_ray.errors import LogDamaged, StorageError
 from coherent_ray.storage import LocalStorage
 from coherent_ray.storage.base import Storage, Writer
 from coherent_ray.storage.testing.memory import MemoryStorage
