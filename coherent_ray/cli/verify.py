@@ -10,6 +10,7 @@ from coherent_ray.cli.output import (
     count_text,
     error_value,
     json_option,
+    named,
     show_json,
     show_line,
 )
@@ -19,6 +20,7 @@ from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.traces import look
 from coherent_ray.errors import CoherentRayError, Damage, NoGeneration
+from coherent_ray.storage.base import Entry
 
 
 @click.command()
@@ -57,6 +59,8 @@ def verify(run: str, everything: bool, deep: bool, as_json: bool) -> int:
         found.append((publish, damages))
         if not as_json:
             _show(publish, damages, deep=deep)
+            if not everything:  # else they are told with all others
+                _show_unnamed(generations.unnamed(publish))
     value: dict[str, Any] = {
         "generations": [_value(*pair) for pair in found],
         "log": error_value(cut) if cut else None,
@@ -103,6 +107,11 @@ def _show(publish: PublishBody, damages: list[Damage], *, deep: bool) -> None:
         show_line(f"  {damage.where}: {damage.what}")
     for remedy in dict.fromkeys(damage.remedy for damage in damages if damage.remedy):
         show_line(f"  What to do: {remedy}", style="faint")
+
+
+def _show_unnamed(entries: list[Entry]) -> None:
+    for entry in entries:
+        show_line(f"  {named(entry.path)}: not of this generation; nothing reads or deletes it")
 
 
 def _value(publish: PublishBody, damages: list[Damage]) -> dict[str, Any]:
