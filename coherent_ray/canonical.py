@@ -37,8 +37,8 @@ def load(data: bytes) -> Json:
     """Return the JSON value of some bytes from outside.
 
     Raises:
-        ValueError: Not JSON, a duplicate key, a NaN or infinity, a number that no double holds, or
-            nested too deeply.
+        ValueError: Cut off or otherwise no JSON, a duplicate key, a NaN or infinity, a number that
+            no double holds, or nested too deeply.
     """
     try:
         return json.loads(
@@ -48,6 +48,12 @@ def load(data: bytes) -> Json:
             parse_float=_finite,
             parse_int=_integer,
         )
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no JSON: it is no UTF-8") from error
+    except json.JSONDecodeError as error:
+        at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
+        how = "it is cut off, or no JSON" if at_end else f"it is no JSON, from byte {error.pos}"
+        raise ValueError(how if error.doc.strip() else "it is empty") from error
     except RecursionError as error:
         raise ValueError("JSON is nested too deeply") from error
 

@@ -27,7 +27,7 @@ from coherent_ray.commit.findings import Finding, read_findings
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
 from coherent_ray.commit.manifest import Manifest
-from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.commit.traces import look
 from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
 from coherent_ray.storage.base import Dated
@@ -118,9 +118,9 @@ def list_generations(run: str, everything: bool, as_json: bool) -> int:
     """
     storage = whole_run(run).open()
     generations = Generations(storage)
-    hint = read_hint(storage)
+    traces = look(storage)
     history = generations.history()
-    cut = cut_off(hint, history)
+    cut = traces.damage(history)
     rows = [
         _row(storage, generations, info)
         for info in generations.list()

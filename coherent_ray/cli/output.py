@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
+#: Control characters but the line's end; what turns the direction of writing; halves of pairs.
+_UNSEEN = re.compile(
+    "[\x00-\x09\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+_HALVES = re.compile("[\ud800-\udfff]")
+#: How Python shows the bytes 0x80 to 0xff of a name that is no UTF-8.
+_NO_UTF8 = range(0xDC80, 0xDD00)
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _STYLES = {
     "latest": "bold green",
@@ -46,11 +54,33 @@ class Column:
 def show_json(value: Any, *, lines: bool = False) -> None:
     """Print a JSON value; ``lines``: on one line, as one of many."""
     text = json.dumps(value, ensure_ascii=False, indent=None if lines else 2)
-    click.echo(text)
+    # Half of a pair, as a file's name has it that is no UTF-8, can be written in JSON alone.
+    click.echo(_HALVES.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+
+
+def named(path: str) -> str:
+    """Return a file's name as one line that harms no terminal, whatever bytes are in it."""
+    return _plain(path).replace("\n", "\\n")
+
+
+def _plain(text: str) -> str:
+    """Return a text with all but its line ends made visible that moves a cursor or has no UTF-8.
+
+    Names of files are anybody's, and messages quote them.
+    """
+    return _UNSEEN.sub(_escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if code in _NO_UTF8:
+        return f"\\x{code - _NO_UTF8.start + 0x80:02x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 def show_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None:
     """Print rows under their titles; a cell that is a state's name is coloured as such."""
+    rows = [[named(cell) for cell in row] for row in rows]
     if _is_terminal():
         _show_drawn_table(columns, rows)
         return
@@ -66,7 +96,7 @@ def show_table(columns: Sequence[Column], rows: Iterable[Sequence[str]]) -> None
 
 def show_fields(title: str, fields: Iterable[tuple[str, str]]) -> None:
     """Print names and values under a title."""
-    pairs = list(fields)
+    pairs = [(name, named(value)) for name, value in fields]
     width = max((len(name) for name, _ in pairs), default=0)
     click.secho(title, bold=True)
     for name, value in pairs:
@@ -80,7 +110,7 @@ def show_line(text: str, *, style: str = "") -> None:
         "bad": {"fg": "red", "bold": True},
         "faint": {"dim": True},
     }
-    click.secho(text, **colours.get(style, {}))
+    click.secho(_plain(text), **colours.get(style, {}))
 
 
 def show_text(text: str, language: str) -> None:
@@ -99,7 +129,7 @@ def show_error(error: CoherentRayError, *, as_json: bool) -> None:
         show_json({"error": error_value(error)})
         return
     click.secho("error: ", fg="red", bold=True, nl=False, err=True)
-    click.echo(str(error), err=True)
+    click.echo(_plain(str(error)), err=True)
 
 
 def while_printing(error: OSError) -> bool:

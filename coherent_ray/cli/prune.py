@@ -14,7 +14,9 @@ import click
 from coherent_ray.cli.output import (
     Column,
     count_text,
+    error_value,
     json_option,
+    named,
     show_json,
     show_line,
     show_table,
@@ -34,6 +36,7 @@ from coherent_ray.commit.manifest import generation_name
 from coherent_ray.commit.pruning import Pruned, Pruner
 from coherent_ray.commit.records import PinBody
 from coherent_ray.commit.retention import Kept, Policy
+from coherent_ray.commit.traces import read_whole
 from coherent_ray.errors import Fenced
 from coherent_ray.storage.base import Entry
 
@@ -102,7 +105,7 @@ def prune(  # noqa: PLR0917 - click passes options by name
     if as_json:
         show_json({"root": storage.uri, "dry_run": dry_run, **_value(pruned)})
     else:
-        _show(pruned, dry_run=dry_run)
+        _show(pruned, run, dry_run=dry_run)
     return 1 if pruned.problems else 0
 
 
@@ -131,6 +134,7 @@ def unpin(run: str, as_json: bool) -> int:
 def _mark(run: str, *, pinned: bool, as_json: bool) -> int:
     place = place_of(run)
     storage = place.open()
+    read_whole(storage)  # what was written behind lost records could not be undone
     log = CommitLog(storage)
     publish = Generations(storage, log).find(place.generation or "latest")
     body = PinBody(publish.number, publish.attempt, pinned)
@@ -190,6 +194,7 @@ def _joined(first: Pruned, second: Pruned) -> Pruned:
         held=second.held,
         foreign=second.foreign,
         problems=second.problems,
+        damaged=second.damaged,
     )
 
 
@@ -197,7 +202,7 @@ def _readers(held: Sequence[Held]) -> str:
     return ", ".join(f"{hold.who} ({generation_name(*hold.generation)})" for hold in held)
 
 
-def _show(pruned: Pruned, *, dry_run: bool) -> None:
+def _show(pruned: Pruned, run: str, *, dry_run: bool) -> None:
     gone = "would go" if dry_run else "retired"
     rows = [[p.name, f"{p.update:,}", gone, ""] for p in pruned.retired]
     rows += [
@@ -205,6 +210,11 @@ def _show(pruned: Pruned, *, dry_run: bool) -> None:
     ]
     if rows:
         show_table(GENERATION_COLUMNS, rows)
+    for name, damage in pruned.damaged.items():
+        show_line(f"{name} is not whole, and counts for nothing:", style="bad")
+        show_line(f"  {named(damage.where)}: {damage.what}")
+        told = f"`coherent-ray verify {run}@{name}` names all that is wrong"
+        show_line(f"  What to do: {told}; put the files back from a copy.", style="faint")
     verb = "would delete" if dry_run else "deleted"
     show_line(f"{verb} {count_text(len(pruned.deleted), 'file')}, {size_text(pruned.freed)}")
     if pruned.held:
@@ -219,7 +229,7 @@ def _show_foreign(foreign: Sequence[Entry]) -> None:
         return
     show_line(f"{count_text(len(foreign), 'file')} not of this run, left as found:")
     for entry in foreign[:_SHOWN]:
-        show_line(f"  {entry.path} ({size_text(entry.size)})")
+        show_line(f"  {named(entry.path)} ({size_text(entry.size)})")
     if len(foreign) > _SHOWN:
         show_line(f"  and {len(foreign) - _SHOWN:,} more")
 
@@ -236,6 +246,7 @@ def _value(pruned: Pruned) -> dict[str, Any]:
             {"generation": k.publish.name, "reason": k.reason, "whole": k.whole}
             for k in pruned.kept
         ],
+        "damaged": {name: error_value(damage) for name, damage in pruned.damaged.items()},
         "deleted": [_file(entry) for entry in pruned.deleted],
         "freed": pruned.freed,
         "held": [

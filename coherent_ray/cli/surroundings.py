@@ -10,17 +10,22 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from coherent_ray.cli.output import count_text, error_value, show_line, size_text
+from coherent_ray.cli.output import count_text, error_value, named, show_line, size_text
 from coherent_ray.cli.receipts import read_receipts
 from coherent_ray.commit.extras import Extra, Sort, extras
 from coherent_ray.commit.generations import Generations
+from coherent_ray.commit.inventory import DIRECTORIES
 from coherent_ray.errors import CoherentRayError, ManifestDamaged, ReceiptsDamaged, StorageError
 from coherent_ray.storage import Storage
+from coherent_ray.storage.base import Entry
+from coherent_ray.storage.housekeeping import Housekeeping
 
 #: Files that are listed by name before they are only counted.
 _SHOWN = 10
 _WORDS: dict[Sort, str] = {
     "leftover": "left over: `prune` collects {}",
+    "temporary": "being written, or left by a killed writer: in an hour `prune` collects {}",
+    "unpublished": "of the open attempt, not published: a later attempt collects {}",
     "foreign": "not of this run: nothing reads or deletes {}",
 }
 
@@ -62,9 +67,7 @@ class Surroundings:
         _show("receipts", [self.receipts] if self.receipts else [], "the chain is whole")
         _show("datasets", self.datasets, "as the generations were trained on")
         _show("files", [self.unlisted] if self.unlisted else [], "")
-        for extra in self.extras:
-            if extra.sort == "unknown":
-                _show("files", [extra.damage()], "")
+        _show("files", [e.damage() for e in self.extras if e.sort == "unknown"], "")
         for sort, words in _WORDS.items():
             _show_files([extra for extra in self.extras if extra.sort == sort], words)
 
@@ -80,7 +83,11 @@ def look_round(storage: Storage, generations: Generations) -> Surroundings:
     unlisted: CoherentRayError | None = None
     try:
         entries = list(storage.list(""))  # before the log is read: see `extras`
-        found = list(extras(entries, generations.history()))
+        in_work = _temporaries(storage)
+        history = generations.history()
+        unnamed = {e.path for publish in history.live for e in generations.unnamed(publish)}
+        found = [*extras(entries, history, unnamed), *in_work]
+        found.sort(key=lambda extra: extra.entry.path)
     except StorageError as error:
         unlisted = error
     return Surroundings(
@@ -89,6 +96,16 @@ def look_round(storage: Storage, generations: Generations) -> Surroundings:
         extras=found,
         unlisted=unlisted,
     )
+
+
+def _temporaries(storage: Storage) -> list[Extra]:
+    """Return the files that writers have not finished; only some storages have any."""
+    if not isinstance(storage, Housekeeping):
+        return []
+    places = [*DIRECTORIES, "generations", "drivers"]
+    places += [f"generations/{name}" for name in storage.directories("generations")]
+    found = storage.temporaries(places)
+    return [Extra("temporary", Entry(left.path, left.size)) for left in found]
 
 
 def _broken_chain(storage: Storage) -> CoherentRayError | None:
@@ -118,9 +135,9 @@ def _wrong_datasets(storage: Storage, generations: Generations) -> list[Coherent
 def _show(part: str, faults: Iterable[CoherentRayError], good: str) -> None:
     told = list(faults)
     for fault in told:
-        show_line(f"{part}: {fault.where}: {fault.what}", style="bad")
-        if fault.remedy:
-            show_line(f"  What to do: {fault.remedy}", style="faint")
+        show_line(f"{part}: {named(fault.where)}: {fault.what}", style="bad")
+    for remedy in dict.fromkeys(fault.remedy for fault in told if fault.remedy):
+        show_line(f"  What to do: {remedy}", style="faint")
     if not told and good:
         show_line(f"{part}: {good}", style="good")
 
@@ -132,6 +149,6 @@ def _show_files(found: Sequence[Extra], words: str) -> None:
     told = words.format("it" if len(found) == 1 else "them")
     show_line(f"{count_text(len(found), 'file')}, {size}, {told}")
     for extra in found[:_SHOWN]:
-        show_line(f"  {extra.entry.path} ({size_text(extra.entry.size)})")
+        show_line(f"  {named(extra.entry.path)} ({size_text(extra.entry.size)})")
     if len(found) > _SHOWN:
         show_line(f"  and {len(found) - _SHOWN:,} more")

@@ -55,8 +55,9 @@ def validate(
     """Check CONFIG and print it with every default filled in.
 
     Names every setting that is wrong, all at once; then, what the settings name: makes the task,
-    looks at the data's files, and asks whether a local Ray can have what the workers need. Nothing
-    is written, and the run's root is not touched.
+    looks at the data's files, gives the task's collate the first rows, and asks whether a local Ray
+    can have what the workers need, and whether the run's root can be a directory. Nothing is
+    written, and the run's root is not touched.
     """
     if schema:
         show_json(config.schema())

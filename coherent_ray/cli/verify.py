@@ -10,6 +10,7 @@ from coherent_ray.cli.output import (
     count_text,
     error_value,
     json_option,
+    named,
     show_json,
     show_line,
 )
@@ -17,8 +18,9 @@ from coherent_ray.cli.place import Place, place_of, run_argument
 from coherent_ray.cli.surroundings import look_round
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.records import PublishBody
-from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.commit.traces import look
 from coherent_ray.errors import CoherentRayError, Damage, NoGeneration
+from coherent_ray.storage.base import Entry
 
 
 @click.command()
@@ -44,8 +46,8 @@ def verify(run: str, everything: bool, deep: bool, as_json: bool) -> int:
         raise click.UsageError(f"--all means every generation, not {place.generation}")
     storage = place.open()
     generations = Generations(storage)
-    hint = read_hint(storage)
-    cut = cut_off(hint, generations.history())
+    traces = look(storage)
+    cut = traces.damage(generations.history())
     found: list[tuple[PublishBody, list[Damage]]] = []
     for publish in _wanted(generations, place, everything=everything):
         damages = generations.verify(publish, deep=deep)
@@ -57,6 +59,8 @@ def verify(run: str, everything: bool, deep: bool, as_json: bool) -> int:
         found.append((publish, damages))
         if not as_json:
             _show(publish, damages, deep=deep)
+            if not everything:  # else they are told with all others
+                _show_unnamed(generations.unnamed(publish))
     value: dict[str, Any] = {
         "generations": [_value(*pair) for pair in found],
         "log": error_value(cut) if cut else None,
@@ -103,6 +107,11 @@ def _show(publish: PublishBody, damages: list[Damage], *, deep: bool) -> None:
         show_line(f"  {damage.where}: {damage.what}")
     for remedy in dict.fromkeys(damage.remedy for damage in damages if damage.remedy):
         show_line(f"  What to do: {remedy}", style="faint")
+
+
+def _show_unnamed(entries: list[Entry]) -> None:
+    for entry in entries:
+        show_line(f"  {named(entry.path)}: not of this generation; nothing reads or deletes it")
 
 
 def _value(publish: PublishBody, damages: list[Damage]) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 Told by name and by the log alone. Most are harmless: a killed attempt leaves files, and a prune
 collects them. But an attempt is in the log before any file of it exists, so a file of an attempt
 that the log does not know says that the log has lost its end, or that the file came from another
-run. What lies in the directory of a live generation is not told here: its manifest knows better.
+run. Of what lies in the directory of a live generation, its manifest knows which files are its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +18,14 @@ from coherent_ray.commit.retention import can_never_be_published, key_of
 from coherent_ray.errors import Damage
 from coherent_ray.storage.base import Entry
 
-Sort = Literal["leftover", "foreign", "unknown"]
+Sort = Literal["leftover", "temporary", "unpublished", "foreign", "unknown"]
 """
 | sort | what it is |
 |---|---|
 | leftover | of a retired generation, or of a save that never was published: a prune collects it |
-| foreign | of no name that this software gives: nothing reads it or deletes it |
+| temporary | a file that somebody is, or was, writing: a prune collects it in an hour |
+| unpublished | of the open attempt, and not published: a save is under way, or was given up |
+| foreign | no name that this software gives, or none that its generation's manifest knows |
 | unknown | of ours by name, but of an attempt or a place that the log has never had |
 """
 
@@ -46,17 +48,23 @@ class Extra:
         )
 
 
-def extras(entries: Iterable[Entry], history: History) -> Iterator[Extra]:
+def extras(
+    entries: Iterable[Entry], history: History, unnamed: Collection[str] = ()
+) -> Iterator[Extra]:
     """Yield the files that no record leads to.
 
     Args:
         entries: Every file under the root, listed *before* the log was read: so the log knows the
             attempt of each, however busy the run is.
         history: The commit log.
+        unnamed: Paths in directories of live generations that their manifests do not name.
     """
     live = {key_of(publish) for publish in history.live}
     segments = {p.receipts.path for p in history.publishes if p.receipts}
     for entry in entries:
+        if entry.path in unnamed:
+            yield Extra("foreign", entry)
+            continue
         if entry.path in segments or _directory_of(entry.path) in live:
             continue
         item = item_of(entry.path)
@@ -79,7 +87,7 @@ def _sort(history: History, path: str, item: Item) -> Sort | None:
         return "unknown"  # the record that published the generation names another segment
     if published or can_never_be_published(history, item.generation):
         return "leftover"
-    return None  # it is being written
+    return "unpublished"
 
 
 def _directory_of(path: str) -> GenerationKey | None:

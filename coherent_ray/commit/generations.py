@@ -36,7 +36,6 @@ from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.references import Reference, names_generation, parse_reference
 from coherent_ray.commit.verdicts import (
     absent,
-    extra_file,
     is_meant,
     manifest_damaged,
     newer_manifest,
@@ -49,7 +48,7 @@ from coherent_ray.commit.verdicts import (
 )
 from coherent_ray.digests import algorithm_of, digest_of
 from coherent_ray.errors import Damage, ManifestDamaged, NotAFile, NotFound, StorageError
-from coherent_ray.storage.base import Storage
+from coherent_ray.storage.base import Entry, Storage
 from coherent_ray.storage.bounded import TooLong, read_bounded
 
 __all__ = [
@@ -66,6 +65,7 @@ __all__ = [
 OnDamage = Literal["fall_back", "refuse"]
 _Infos = list["GenerationInfo"]  # `list` is a method's name in the class below
 _Damages = list[Damage]
+_Entries = list[Entry]
 _Looks = list[Callable[[], Iterable[Damage]]]
 
 
@@ -211,9 +211,9 @@ class Generations:
     def verify(self, publish: PublishBody, deep: bool = True) -> _Damages:
         """Return everything that is wrong with a generation; nothing: it is whole.
 
-        Reports the receipts that led to it, and files that nobody published, as well. ``details``
-        of each has ``kind``: missing, no_file, size, digest, content, foreign, unreadable, block,
-        receipts, extra, or refused where this user may not read a file.
+        Reports the receipts that led to it as well. ``details`` of each has ``kind``: missing,
+        no_file, size, digest, content, foreign, unreadable, block, receipts, or refused where this
+        user may not read a file. A file that its manifest does not name is no damage: `unnamed`.
 
         Args:
             publish: What the log says of it.
@@ -223,7 +223,6 @@ class Generations:
             StorageError: The storage could not be asked.
         """
         damages: list[Damage] = []
-        named = {publish.manifest}
         looks: _Looks = [partial(self._receipt_damages, publish)]
         try:
             manifest = self.manifest(publish)
@@ -232,10 +231,8 @@ class Generations:
         except StorageError as error:
             damages.append(_refused_here(publish, error))
         else:
-            named |= {shard.path for shard in manifest.shards}
             looks = [
                 *(partial(self._shard_damage, manifest, s, deep) for s in manifest.shards),
-                partial(self._extra, publish, named),
                 *looks,
             ]
         for look in looks:
@@ -247,6 +244,26 @@ class Generations:
         if damages and publish != self.history().latest:
             return [of_older(damage) for damage in damages]
         return damages
+
+    def unnamed(self, publish: PublishBody) -> _Entries:
+        """Return the files in a generation's directory that it does not name: nothing reads them.
+
+        None where its manifest is damaged, or this user may not look: then nobody can tell.
+
+        Raises:
+            StorageError: The storage could not be asked.
+        """
+        try:
+            manifest = self.manifest(publish)
+            named = {publish.manifest, *(shard.path for shard in manifest.shards)}
+            found = self._storage.list(generation_directory(publish.number, publish.attempt))
+            return [entry for entry in found if entry.path not in named]
+        except ManifestDamaged:
+            return []
+        except StorageError as error:
+            if not unreadable_here(error):
+                raise
+            return []
 
     def select(self, on_damage: OnDamage = "fall_back", deep: bool = True) -> Selected | None:
         """Return the newest live generation that is whole; None where none was ever published.
@@ -287,11 +304,6 @@ class Generations:
 
     def _shard_damage(self, manifest: Manifest, shard: ShardRecord, deep: bool) -> Iterable[Damage]:
         return shard_damage(self._storage, manifest.header, shard, deep=deep)
-
-    def _extra(self, publish: PublishBody, named: set[str]) -> Iterator[Damage]:
-        for entry in self._storage.list(generation_directory(publish.number, publish.attempt)):
-            if entry.path not in named:
-                yield extra_file(publish, entry)
 
     def _receipt_damages(self, publish: PublishBody) -> Iterator[Damage]:
         segment = publish.receipts

@@ -74,6 +74,8 @@ def survey(
             _take(found, entries, _named(generations, history, key))
         elif can_never_be_published(history, key):
             _take(found, entries, None)
+        elif whole_root and (publish := history.publish_of(*key)):
+            found.foreign += generations.unnamed(publish)
     _segments(storage, history, found)
     _foreign(storage, history, found, whole_root=whole_root)
     _directories(storage, history, doomed, waiting, found)

@@ -419,9 +419,16 @@ def _damaged(seq: int, what: str) -> LogDamaged:
     return LogDamaged(
         what,
         where=record_path(seq),
-        remedy=f"Put the file back from a copy of the run; records up to {seq - 1} can be read.",
+        remedy=f"Put the file back from a copy of the run{_readable(seq - 1)}.",
         details={"readable_until": seq - 1},
     )
+
+
+def _readable(until: int) -> str:
+    """Return in words which records are not in question, to go on a sentence."""
+    if until < 2:
+        return "; record 1 can be read" if until else ""
+    return f"; records 1 to {until} can be read"
 
 
 def _not_signed(seq: int, what: str) -> NotSigned:
@@ -439,8 +446,7 @@ def _newer(seq: int, what: str) -> NewerLog:
         what,
         where=record_path(seq),
         remedy="Use the version of coherent-ray that wrote it. If only this version was ever used "
-        "here, the file is damaged: put it back from a copy of the run; records up to "
-        f"{seq - 1} can be read.",
+        f"here, the file is damaged: put it back from a copy of the run{_readable(seq - 1)}.",
         details={"readable_until": seq - 1},
     )
 

@@ -19,8 +19,8 @@ only those that its manifest names; everything else is reported as foreign.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import GenerationKey, History
@@ -30,9 +30,10 @@ from coherent_ray.commit.leftovers import Leftovers, survey
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody, RetireBody
 from coherent_ray.commit.retention import Kept, Plan, Policy, Unverified, key_of, plan
-from coherent_ray.commit.traces import cut_off, read_hint
+from coherent_ray.commit.traces import look
 from coherent_ray.errors import (
     ConfigError,
+    Damage,
     Fenced,
     Interrupted,
     ManifestDamaged,
@@ -63,6 +64,8 @@ class Pruned:
     """Files that are not this project's, in order of path; left as they are."""
     problems: tuple[str, ...]
     """Files that could not be deleted, and why; the next prune tries again."""
+    damaged: Mapping[str, Damage] = field(default_factory=dict)
+    """The first damage of each generation that was read and is not whole, by its name."""
 
     @property
     def freed(self) -> int:
@@ -105,6 +108,7 @@ class Pruner:
         self._grace_s = grace_s
         self._whole: set[GenerationKey] = set()
         self._doubted: set[GenerationKey] = set()
+        self._damaged: dict[str, Damage] = {}  # of the last look
         self.watch = Watch(storage, clock)
         """What was seen of the holds."""
 
@@ -134,6 +138,7 @@ class Pruner:
         """
         history = self._history()
         held = self.watch.look()
+        self._damaged = {}
         decided = self._decided(history, _alive(held))
         retired = decided.retire
         if not dry_run:
@@ -155,15 +160,16 @@ class Pruner:
             held=tuple(h for h in held if h in found.held or _name_of(h) in in_the_way),
             foreign=tuple(found.foreign),
             problems=tuple(problems),
+            damaged=self._damaged,
         )
 
     # --- deciding ---------------------------------------------------------------------------------
 
     def _history(self) -> History:
-        hint = read_hint(self._storage)
+        traces = look(self._storage)
         history = self._log.read_on()
         # What the missing records published would look left over, and be deleted.
-        if damage := cut_off(hint, history):
+        if damage := traces.damage(history):
             raise damage
         return history
 
@@ -182,11 +188,13 @@ class Pruner:
         self._whole.discard(key)
         try:
             manifest = self._generations.manifest(publish)
-        except ManifestDamaged:
+        except ManifestDamaged as damage:
+            self._damaged[publish.name] = damage
             return False
         for shard in manifest.shards:
             self._check_stop()
-            if shard_damage(self._storage, manifest.header, shard, deep=deep):
+            if found := shard_damage(self._storage, manifest.header, shard, deep=deep):
+                self._damaged[publish.name] = found[0]
                 return False
         self._whole.add(key)
         if deep:

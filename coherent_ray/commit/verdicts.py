@@ -14,7 +14,6 @@ from coherent_ray.errors import (
     NoGeneration,
     StorageError,
 )
-from coherent_ray.storage.base import Entry
 
 
 def manifest_damaged(publish: PublishBody, kind: str, what: str) -> ManifestDamaged:
@@ -54,16 +53,6 @@ def not_readable(publish: PublishBody, error: StorageError) -> Damage:
         where=error.where,
         remedy=error.remedy,
         details={**error.details, "kind": "refused", "generation": publish.name},
-    )
-
-
-def extra_file(publish: PublishBody, entry: Entry) -> Damage:
-    """A file lies among a generation's that it does not name."""
-    return Damage(
-        f"{entry.size} bytes that {publish.name} does not name",
-        where=entry.path,
-        remedy="Nothing reads it: look where it comes from, and remove it.",
-        details={"kind": "extra", "generation": publish.name, "found": entry.size},
     )
 
 

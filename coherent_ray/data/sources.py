@@ -248,6 +248,42 @@ def open_source(
     return source
 
 
+def first_rows(
+    paths: Sequence[str],
+    format: Format,  # noqa: A002 - the configuration's word
+    manifest: DatasetManifest,
+    count: int,
+    *,
+    window: int | None = None,
+    dtype: str | None = None,
+) -> Rows:
+    """Return the first examples of some scanned files, fewer where there are fewer; keeps no copy.
+
+    Args:
+        paths: As for `open_source`, like all others.
+        format: Of Parquet, no more than the beginning of the first file is read.
+        manifest: Names the columns.
+        count: How many.
+        window: Of token files.
+        dtype: Of token files.
+
+    Raises:
+        DataError: The files are unreadable.
+    """
+    names = [name for name, _ in manifest.columns]
+    ids = np.arange(min(count, manifest.rows), dtype=np.int64)
+    if format != "parquet":
+        source = open_source(paths, format, names, manifest, window=window, dtype=dtype)
+        return source.rows(ids)
+    file = next(f for f in expand(paths, format))
+    try:
+        with pq.ParquetFile(file) as parquet:
+            batch = next(parquet.iter_batches(len(ids), columns=names, use_threads=False))
+    except (pa.ArrowException, OSError, StopIteration) as error:
+        raise unreadable(file, "parquet", error) from error
+    return ColumnBatches([batch.select(names)]).rows(ids[: batch.num_rows])
+
+
 def _decoded_bytes(file: Path, columns: Sequence[str]) -> int:
     with pq.ParquetFile(file) as parquet:
         facts, schema = parquet.metadata, parquet.schema_arrow

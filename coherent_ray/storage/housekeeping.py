@@ -24,11 +24,19 @@ class Temporary:
 
 
 @runtime_checkable
-class Housekeeping(Protocol):
-    """A storage that can be tidied up. Errors are `StorageError`, as those of the verbs."""
+class Foldered(Protocol):
+    """A storage that names directories without looking into them."""
 
     def directories(self, above: str) -> list[str]:
-        """Return the names of the directories in a directory, in order; none where it is absent."""
+        """Return the names of the directories in a directory, in order; none where it is absent.
+
+        In an object store, a directory is what the names of objects make one.
+        """
+
+
+@runtime_checkable
+class Housekeeping(Foldered, Protocol):
+    """A storage that can be tidied up. Errors are `StorageError`, as those of the verbs."""
 
     def temporaries(self, directories: Iterable[str]) -> list[Temporary]:
         """Return the storage's own temporary files in some directories (``""``: the root).

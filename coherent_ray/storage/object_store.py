@@ -34,6 +34,8 @@ _BROKEN_OFF = "response body"
 #: Bytes that are copied at once from an answer into a reader's buffer.
 _CHUNK = 2**20
 
+_Names = list[str]  # `list` is a method's name in the class below
+
 
 class ObjectStorage:
     """The objects below one prefix. May be used from any thread."""
@@ -144,6 +146,12 @@ class ObjectStorage:
                 obstore.delete(self._clients.patient, path)
             except FileNotFoundError:
                 return
+
+    def directories(self, above: str) -> _Names:
+        """Return the names of what looks like directories; see `Foldered.directories`."""
+        with explained(self._where(checked_path(above) if above else "")):
+            found = obstore.list_with_delimiter(self._clients.patient, above or None)
+        return sorted(path.rstrip("/").rpartition("/")[2] for path in found["common_prefixes"])
 
     def _names(self, prefix: str) -> dict[str, int]:
         """Return names and sizes under a directory, not in order."""

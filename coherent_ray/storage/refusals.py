@@ -39,8 +39,9 @@ _FULL_CODES = ("InsufficientStorage", "QuotaExceeded", "StorageFull", "AccountBe
 _SECRETS = re.compile(r"\?[^\s)]+")
 
 _RIGHTS = (
-    "Give these credentials the right to read, write, list and delete under the root; see also "
-    "that the machine's clock is right."
+    "See that the bucket's name, storage.region and storage.endpoint are right, that the "
+    "environment or the machine's role has the credentials for it, and that the machine's clock is "
+    "right; and give these credentials the right to read, write, list and delete under the root."
 )
 _CREDENTIALS = "Set the credentials in the environment of every node, or give the machines a role."
 _BUCKET = "Make the bucket or container, or mend its name in the address."
@@ -132,14 +133,13 @@ def _one_line(text: str) -> str:
 
 
 def _remedy(error: Exception, reason: str) -> str:
-    if isinstance(error, PermissionDeniedError):
-        return _RIGHTS
-    if isinstance(error, UnauthenticatedError) or "credential" in reason.lower():
-        return _CREDENTIALS
-    if isinstance(error, InvalidPathError):
-        return _LISTED
-    if "NoSuchBucket" in reason or "ContainerNotFound" in reason:
-        return _BUCKET
-    if "redirect" in reason:
-        return _REGION
-    return _HTTP if "builder error" in reason else ""
+    known = [
+        (isinstance(error, PermissionDeniedError), _RIGHTS),
+        (isinstance(error, UnauthenticatedError) or "credential" in reason.lower(), _CREDENTIALS),
+        (isinstance(error, InvalidPathError), _LISTED),
+        ("NoSuchBucket" in reason or "ContainerNotFound" in reason, _BUCKET),
+        (status_of(error) in {401, 403}, _RIGHTS),
+        ("redirect" in reason, _REGION),
+        ("builder error" in reason, _HTTP),
+    ]
+    return next((remedy for holds, remedy in known if holds), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from coherent_ray import canonical
@@ -16,9 +17,12 @@ from coherent_ray.commit.inventory import item_of
 from coherent_ray.commit.manifest import PlanIdentity
 from coherent_ray.config import Config
 from coherent_ray.data import order
+from coherent_ray.data.columns import Rows
 from coherent_ray.data.content import DigestCache, cache_directory
 from coherent_ray.data.dataset import DatasetManifest, differences, scan
-from coherent_ray.data.sources import Source, open_source
+from coherent_ray.data.loader import EXAMPLE_COLUMN, SEED_COLUMN
+from coherent_ray.data.plan import Plan
+from coherent_ray.data.sources import Source, first_rows, open_source
 from coherent_ray.digests import Digest
 from coherent_ray.errors import AdmissionRefused, AlreadyExists, Damage, NotFound, StorageError
 from coherent_ray.storage.base import Storage
@@ -66,6 +70,27 @@ def open_configured(config: Config, dataset: DatasetManifest) -> Source:
         window=source.window,
         dtype=source.dtype,
     )
+
+
+def rows_to_try(config: Config, dataset: DatasetManifest) -> Rows:
+    """Return the rows of one microbatch, as `collate` would be given them; the first ones.
+
+    Raises:
+        DataError: The files cannot be read.
+    """
+    source = config.data.source
+    rows = first_rows(
+        source.paths,
+        source.format,
+        dataset,
+        config.data.microbatch,
+        window=source.window,
+        dtype=source.dtype,
+    )
+    count = min(map(len, rows.values()), default=0)
+    ids = np.arange(count, dtype=np.int64)
+    seeds = Plan(identity_of(config, dataset)).example_seeds(ids, 0)
+    return {**rows, EXAMPLE_COLUMN: ids, SEED_COLUMN: seeds}
 
 
 def identity_of(config: Config, dataset: DatasetManifest) -> PlanIdentity:

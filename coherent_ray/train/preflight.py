@@ -5,23 +5,28 @@ Whatever fails here costs the user seconds, and one clear error, not a cluster's
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
+from coherent_ray.data.dataset import DatasetManifest
 from coherent_ray.data.plan import Plan
-from coherent_ray.errors import ConfigError
+from coherent_ray.errors import ConfigError, TaskError
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.probe import probe
 from coherent_ray.train import datasets, resumable
 from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.roots import require_place
 from coherent_ray.train.session import total_updates
-from coherent_ray.train.task import call_factory, load_factory, load_task, look_in
+from coherent_ray.train.task import Task, call_factory, load_factory, load_task, look_in
 
+_Made = TypeVar("_Made")
 _KEYS = {"GPU": "cluster.use_gpu", "CPU": "cluster.num_cpus"}
 _REMEDIES = {
     "GPU": "set cluster.use_gpu: false or fewer cluster.workers, look at CUDA_VISIBLE_DEVICES and "
@@ -90,28 +95,54 @@ def check(config: Config) -> Preflight:
 def faults(config: Config) -> list[ConfigError]:
     """Return all that is wrong with what a configuration names; changes nothing anywhere.
 
-    Looks at what a start looks at first: resources, task, and data, as far as its files are there.
-    Data that `data.prepare` has yet to make is not missed. Bytes are not read, only structure.
+    Looks at what a start looks at first: resources, the place of the root, task, and data, as far
+    as its files are there. Data that `data.prepare` has yet to make is not missed. Of the bytes,
+    the rows of one microbatch are read, and given to the task.
     """
     found: list[ConfigError] = []
 
-    def tried(step: Callable[[], object]) -> None:
+    def tried(step: Callable[[], _Made]) -> _Made | None:
         try:
-            step()
+            return step()
         except ConfigError as error:
             found.append(error)
+            return None
 
     look_in(str(Path.cwd()), (config.task.folder if config.task else None) or "")
     tried(lambda: check_resources(config))
-    task, prepare = config.task, config.data.prepare
-    if task is not None:
-        tried(lambda: load_task(task.factory, task.args))
+    tried(lambda: require_place(config.run.root))
+    named, prepare = config.task, config.data.prepare
+    task = tried(lambda: load_task(named.factory, named.args)) if named else None
     if prepare is not None:
         tried(lambda: load_factory(prepare.factory, "data.prepare.factory"))
     if prepare is None or all(map(_is_there, config.data.source.paths)):
         data = config.data.model_copy(update={"verify": "structure"})
-        tried(lambda: datasets.scan_now(config.model_copy(update={"data": data})))
+        dataset = tried(lambda: datasets.scan_now(config.model_copy(update={"data": data})))
+        if dataset is not None and task is not None:
+            tried(lambda: _try_collate(task, config, dataset))
     return found
+
+
+def _try_collate(task: Task, config: Config, dataset: DatasetManifest) -> None:
+    """Give a task the rows of one microbatch, as the loader would.
+
+    Raises:
+        TaskError: Its ``collate`` raised: most often because a column is missing.
+        DataError: The rows cannot be read.
+    """
+    rows = datasets.rows_to_try(config, dataset)
+    try:
+        task.collate(rows)
+    except Exception as error:
+        kind, columns = type(error).__name__, ", ".join(name for name, _ in dataset.columns)
+        missing = f"the data has no column {error}" if isinstance(error, KeyError) else f"{error}"
+        raise TaskError(
+            f"collate failed on the first rows of the data with {kind}: {missing}",
+            where=f"{type(task).__name__}.collate",
+            remedy=f"the columns that are used are: {columns}; see data.source.columns, which may "
+            "leave some out, and the task's arguments, which may name others",
+            details={"traceback": traceback.format_exc(), "columns": list(rows)},
+        ) from error
 
 
 def _is_there(path: str) -> bool:

@@ -51,6 +51,56 @@ def test_without_its_end(call: Any, tmp_path: Path, command: list[str]) -> None:
     assert done.json["log"]["where"] == "latest.json"
 
 
+def without_the_second_attempt(folder: Path) -> Published:
+    """Its records and the hint are lost; the generations that it published are there."""
+    run = made(folder)
+    known = len(run.log.read().records)
+    run.open_attempt()
+    run.publish(6)
+    run.publish(8)
+    for path in sorted((run.root / "log").iterdir())[known:]:
+        path.unlink()
+    (run.root / "latest.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("command", [["ls"], ["verify"], ["verify", "--all"]])
+def test_looking_without_its_end_and_without_the_hint(
+    call: Any, tmp_path: Path, command: list[str]
+) -> None:
+    run = without_the_second_attempt(tmp_path)
+    done = call(*command, run.root)
+    assert done.code == 1
+    assert "generations/g3-a2, generations/g4-a2" in done.out
+    assert "Put the missing records back" in done.out
+    assert call(*command, run.root, "--json").json["log"]["type"] == "LogDamaged"
+
+
+@pytest.mark.parametrize("command", [["prune"], ["prune", "--dry-run"], ["pin"], ["unpin"]])
+def test_changing_without_its_end_and_without_the_hint(
+    call: Any, tmp_path: Path, command: list[str]
+) -> None:
+    run = without_the_second_attempt(tmp_path)
+    (run.root / "generations/g9-a9").mkdir()
+    (run.root / "generations/g9-a9/shard-00000-of-00002.safetensors").write_text("x")
+    before = {entry.path for entry in run.storage.list("")}
+    done = call(*command, run.root)
+    assert (done.code, done.out) == (1, "")
+    assert "generations/g3-a2, generations/g4-a2, generations/g9-a9" in done.err
+    assert {entry.path for entry in run.storage.list("")} == before
+
+
+def test_a_bit_of_the_hint_stops_nobody(call: Any, tmp_path: Path) -> None:
+    run = made(tmp_path)
+    hint = run.root / "latest.json"
+    at = hint.read_text().index("blake3:") + 10
+    data = bytearray(hint.read_bytes())
+    data[at] ^= 1
+    hint.write_bytes(data)
+    assert call("ls", run.root).code == 0
+    assert call("prune", run.root).code == 0
+
+
 @pytest.mark.parametrize("command", [["ls"], ["verify", "--all"]])
 def test_a_whole_log_is_no_news(call: Any, tmp_path: Path, command: list[str]) -> None:
     done = call(*command, made(tmp_path).root, "--json")

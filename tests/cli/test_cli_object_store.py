@@ -56,6 +56,16 @@ def test_damage_is_named(call, run: str, s3: S3Server, prefix: str, named: Path)
     assert "generations/g3-a2/shard-00001-of-00003.safetensors" in done.out + done.err
 
 
+def test_an_attempt_that_the_log_does_not_know_is_seen(
+    call, run: str, s3: S3Server, prefix: str, named: Path
+) -> None:
+    s3.open(prefix).create("generations/g9-a9/manifest.json", b"x")
+    assert s3.open(prefix).directories("generations") == ["g1-a1", "g2-a1", "g3-a2", "g9-a9"]
+    done = call("ls", named)
+    assert done.code == 1
+    assert "generations/g9-a9; records are missing" in done.out
+
+
 def test_generations_are_given_up(call, run: str, s3: S3Server, prefix: str, named: Path) -> None:
     s3.write(f"{prefix}/notes.txt", b"somebody's")
     done = call("prune", named, "--keep", "1")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
 import pytest
 from published import RUN_ID, flip
@@ -310,3 +312,30 @@ def test_verify_does_not_miss_what_was_pruned_under_it(call, published, monkeypa
         "g2-a1 (update 20): retired meanwhile",
         "g3-a2 (update 30): whole",
     ]
+
+
+def test_a_damaged_generation_has_its_file_and_what_to_do(call, published):
+    path = "generations/g3-a2/shard-00001-of-00003.safetensors"
+    flip(published.root / path, 600)
+    done = call("prune", published.root, "--keep", "1", "--dry-run")
+    assert f"  {path}: block 0 (bytes 0 to 4096)" in done.out
+    assert f"`coherent-ray verify {published.root}@g3-a2`" in done.out
+    value = call("prune", published.root, "--keep", "1", "--json").json
+    assert value["damaged"]["g3-a2"]["where"] == path
+    assert list(value["damaged"]) == ["g3-a2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [(b"a\x1b[31mb", r"a\x1b[31mb"), (b"a\nb", r"a\nb"), (b"a\xffb", r"a\xffb")],
+)
+def test_a_name_harms_no_terminal(call, published, name, told):
+    Path(os.fsdecode(os.fsencode(published.root) + b"/" + name)).write_text("x")
+    for command in (["prune", "--dry-run"], ["verify", "--all"]):
+        done = call(*command, published.root)
+        assert done.code == 0
+        assert f"  {told} (1 B)" in done.out
+        assert "\x1b" not in done.out
+        found = call(*command, published.root, "--json").json
+        (entry,) = found["foreign"] if "foreign" in found else found["extra"]
+        assert os.fsencode(entry["path"]) == name

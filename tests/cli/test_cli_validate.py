@@ -246,6 +246,52 @@ def test_one_thing_that_is_wrong(call, job, sections, words):
         assert word in done.err
 
 
+READS = TASK.replace("def collate(self, rows): ...", "def collate(self, rows): rows['label']")
+
+
+@pytest.mark.parametrize("columns", [None, ["x"]])
+def test_a_column_that_the_task_reads_and_the_data_lacks(call, job, tmp_path, columns):
+    (tmp_path / "beside_the_job.py").write_text(READS)
+    names = {"x": [1, 2, 3]} if columns is None else {"x": [1, 2, 3], "label": [1, 2, 3]}
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table(names), path)
+    source = {"format": "parquet", "paths": [str(path)], "columns": columns}
+    done = call("validate", job(data={"source": source}))
+    assert (done.code, done.out) == (2, "")
+    assert "Task.collate" in done.err
+    assert "KeyError: the data has no column 'label'" in done.err
+    assert "the columns that are used are: x;" in done.err
+    assert call("validate", job(data={"source": source}), "--settings-only").code == 0
+    pq.write_table(pa.table({"x": [1], "label": [2]}), path)
+    whole = {"format": "parquet", "paths": [str(path)]}
+    assert call("validate", job(data={"source": whole})).code == 0
+
+
+def test_a_collate_sees_the_first_rows_with_what_the_loader_adds(call, job, tmp_path):
+    looks = "(rows['x'].tolist(), rows['_example'].tolist(), len(rows['_seed']))"
+    text = f"def collate(self, rows): assert {looks} == ([1, 2], [0, 1], 2)"
+    (tmp_path / "beside_the_job.py").write_text(TASK.replace("def collate(self, rows): ...", text))
+    done = call("validate", job())
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("root", "words"),
+    [
+        ("/etc/passwd", "/etc/passwd is there, and is no directory"),
+        ("/etc/passwd/runs/one", "/etc/passwd is there, and is no directory"),
+        ("/proc/nope", "the kernel's file system proc"),
+        ("{tmp}/hanging", "is there, and is no directory"),
+    ],
+)
+def test_a_root_that_no_directory_can_be_made_at(call, job, tmp_path, root, words):
+    (tmp_path / "hanging").symlink_to(tmp_path / "nowhere")
+    done = call("validate", job(run={"root": root.format(tmp=tmp_path)}))
+    assert (done.code, done.out) == (2, "")
+    assert "run.root: " in done.err
+    assert words in done.err
+
+
 def test_everything_that_is_wrong_comes_at_once(call, job):
     source = {"format": "parquet", "paths": ["y.parquet"]}
     path = job(

@@ -116,11 +116,21 @@ def test_all_checks_the_receipts(call, published):
 
 
 def test_a_file_that_nobody_published(call, published):
-    (published.root / "generations/g3-a2/stray.bin").write_bytes(b"?")
-    done = call("verify", published.root, "--json")
-    assert done.code == 1
-    (damage,) = done.json["generations"][0]["damages"]
-    assert damage["details"]["kind"] == "extra"
+    """It harms no reader, so it is told and no fault: for `verify` as for `prune`."""
+    path = "generations/g3-a2/stray.bin"
+    ours = "generations/g3-a2/shard-00003-of-00004.safetensors"
+    for name in (path, ours):
+        (published.root / name).write_bytes(b"?")
+    done = call("verify", published.root)
+    assert done.code == 0
+    assert f"{path}: not of this generation" in done.out
+    assert call("verify", published.root, "--json").json["whole"] is True
+    done = call("verify", published.root, "--all", "--json")
+    assert (done.code, done.json["whole"]) == (0, True)
+    told = [{"path": name, "size": 1, "sort": "foreign"} for name in (ours, path)]
+    assert done.json["extra"] == told
+    pruned = call("prune", published.root, "--json")
+    assert (pruned.code, [file["path"] for file in pruned.json["foreign"]]) == (0, [ours, path])
 
 
 def test_a_run_without_generations(call, tmp_path, make_run):
@@ -322,11 +332,31 @@ def test_all_names_what_no_record_leads_to(call, published, path, sort):
     assert ("`prune` collects it" in plain.out) == (sort == "leftover")
 
 
-def test_what_a_running_save_has_written_is_nothing_extra(call, published):
+def test_what_a_running_save_has_written_is_no_fault(call, published):
     put(published, "generations/g4-a2/shard-00000-of-00002.safetensors")
     put(published, "receipts/000000000031-000000000040-g4-a2.jsonl")
     put(published, f"holds/g3-a2-{'0' * 32}.json")
     put(published, f"probe/{'0' * 32}")
     published.log.refresh_hint(published.log.read())
     done = call("verify", published.root, "--all", "--json")
-    assert (done.code, done.json["extra"]) == (0, [])
+    assert done.code == 0
+    assert [(extra["path"].split("/")[0], extra["sort"]) for extra in done.json["extra"]] == [
+        ("generations", "unpublished"), ("receipts", "unpublished"),
+    ]  # fmt: skip
+
+
+def test_files_that_writers_did_not_finish_are_named(call, published):
+    names = [f"{place}/.tmp-{'0' * 32}" for place in ("generations/g2-a1", "log", "receipts")]
+    for name in names:
+        (published.root / name).write_bytes(b"?")
+    done = call("verify", published.root, "--all", "--json")
+    assert done.code == 0
+    assert done.json["extra"] == [{"path": n, "size": 1, "sort": "temporary"} for n in names]
+
+
+def test_files_of_no_attempt_share_one_remedy(call, published):
+    for rank in range(3):
+        put(published, f"generations/g4-a3/shard-0000{rank}-of-00003.safetensors")
+    done = call("verify", published.root, "--all")
+    assert done.out.count("the commit log knows nothing that this file can be of") == 3
+    assert done.out.count("either records are missing at its end") == 1

@@ -46,11 +46,11 @@ def log() -> CommitLog:
         ("generations/g2-a1/notes", None),  # its manifest tells
         ("generations/g3-a1/manifest.json", "leftover"),
         ("generations/g2-a2/manifest.json", "leftover"),
-        ("generations/g4-a2/manifest.json", None),
+        ("generations/g4-a2/manifest.json", "unpublished"),
         ("generations/g1-a3/manifest.json", "unknown"),
         ("generations/g2-a1", "foreign"),
         ("receipts/000000000001-000000000010-g3-a1.jsonl", "leftover"),
-        ("receipts/000000000001-000000000010-g4-a2.jsonl", None),
+        ("receipts/000000000001-000000000010-g4-a2.jsonl", "unpublished"),
         ("receipts/000000000001-000000000010-g3-a2.jsonl", "unknown"),
         ("holds/g1-a1-" + "0" * 32 + ".json", None),
         ("datasets/blake3-" + "0" * 64 + ".json", None),
@@ -63,6 +63,12 @@ def test_a_file_is_sorted_by_its_name_and_the_log(
 ) -> None:
     found = [extra.sort for extra in extras([Entry(path, 3)], log.read())]
     assert found == ([sort] if sort else [])
+
+
+def test_what_a_manifest_does_not_name_is_foreign(log: CommitLog) -> None:
+    path = "generations/g2-a1/notes"
+    (found,) = extras([Entry(path, 3)], log.read(), {path})
+    assert found.sort == "foreign"
 
 
 def test_without_a_log_everything_of_a_run_is_unknown() -> None:

@@ -85,7 +85,7 @@ def test_every_kind_of_damage_is_on_the_page() -> None:
     kinds = set(re.findall(r'"kind": "(\w+)"', source))
     kinds |= set(re.findall(r'manifest_damaged\(publish, "(\w+)"', source))
     kinds |= set(re.findall(r'return "(\w+)", f?"is ', source))
-    assert kinds >= {"missing", "no_file", "size", "digest", "foreign", "extra", "receipts"}
+    assert kinds >= {"missing", "no_file", "size", "digest", "foreign", "receipts"}
     text = DOCUMENT.read_text(encoding="utf-8")
     for kind in kinds | {"block", "unreadable"}:
         assert f"`{kind}`" in text

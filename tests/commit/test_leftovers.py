@@ -23,7 +23,7 @@ from test_history import retire
 
 from coherent_ray.commit.pruning import GRACE_S, Pruner
 from coherent_ray.commit.retention import Policy
-from coherent_ray.errors import StorageError
+from coherent_ray.errors import LogDamaged, StorageError
 from coherent_ray.storage import LocalStorage
 from coherent_ray.storage.base import Storage, Writer
 from coherent_ray.storage.testing.memory import MemoryStorage
@@ -44,9 +44,21 @@ def test_what_dead_attempts_left_goes(keep: int | None) -> None:
 def test_what_the_open_attempt_is_writing_stays() -> None:
     run = run_of(1, 1)
     writing = run.leave(3, 2) | run.leave(4, 2, manifest=True)
-    of_nobody = run.leave(1, 7)
     prune(run)
-    assert writing | of_nobody <= paths(run.storage)
+    assert writing <= paths(run.storage)
+
+
+def test_where_an_attempt_is_not_in_the_log_nothing_is_deleted() -> None:
+    """The log has lost its end, or the files are another run's: nobody knows what is left over."""
+    run = run_of(2, 1)
+    run.leave(9, 1)
+    of_nobody = run.leave(1, 7)
+    before = paths(run.storage)
+    with pytest.raises(LogDamaged, match="generations/g1-a7, receipts/") as caught:
+        prune(run)
+    assert paths(run.storage) == before
+    receipts = next(path for path in of_nobody if path.startswith("receipts"))
+    assert caught.value.details["unknown"] == ["generations/g1-a7", receipts]
 
 
 def test_a_failed_save_of_the_open_attempt_goes_once_a_later_one_is_published() -> None:

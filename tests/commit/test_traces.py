@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
 import pytest
 from logs import started
 
@@ -9,6 +12,7 @@ from coherent_ray import canonical
 from coherent_ray.commit.log import HINT, CommitLog, record_path
 from coherent_ray.commit.traces import cut_off, log_gone, read_hint, read_whole
 from coherent_ray.errors import LogDamaged
+from coherent_ray.storage.base import Entry
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 LATER = [
@@ -90,12 +94,95 @@ def test_a_log_without_its_end_is_refused(lost: int) -> None:
     assert read_whole(storage).seq == 3 - lost
 
 
+ELSE = "blake3:" + "0" * 64
+
+
 def test_a_log_that_went_on_differently_is_refused() -> None:
     storage = hinted()
     hint = read_hint(storage)
-    storage.replace(HINT, canonical.dump({**hint, "digest": "blake3:" + "0" * 64}))
-    with pytest.raises(LogDamaged):
-        read_whole(storage)
+    for other in ({"generation": "g3-a1"}, {"attempt": 2}):
+        storage.replace(HINT, canonical.dump({**hint, "digest": ELSE, **other}))
+        with pytest.raises(LogDamaged, match="missing at its end"):
+            read_whole(storage)
+
+
+@pytest.mark.parametrize("other", [{"digest": ELSE}, {"seq": 2}, {"seq": 11}, {"generation": "x"}])
+def test_a_hint_in_which_one_thing_is_wrong_is_not_believed(other: dict[str, object]) -> None:
+    """A bit that flips in a hint must not stop a run whose log is whole."""
+    storage = hinted()
+    storage.replace(HINT, canonical.dump({**read_hint(storage), **other}))
+    assert read_whole(storage).seq == 3
+
+
+def without_its_end(*made: str, hint: bool = False) -> MemoryStorage:
+    """A log of one attempt and one generation, and files that were made later."""
+    storage = started()
+    if hint:
+        log = CommitLog(storage)
+        log.refresh_hint(log.read())
+    for path in made:
+        storage.create(path, b"x")
+    return storage
+
+
+@pytest.mark.parametrize("hint", [True, False])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "generations/g2-a2/shard-00000-of-00002.safetensors",
+        "generations/g2-a2/manifest.json",
+        "generations/g1-a9/of-no-name-of-ours",
+        "receipts/000000000011-000000000020-g2-a2.jsonl",
+        f"holds/g2-a2-{'0' * 32}.json",
+    ],
+)
+def test_a_file_of_an_attempt_that_the_log_does_not_know(path: str, hint: bool) -> None:
+    with pytest.raises(LogDamaged, match="later than 1, the last that the log knows") as caught:
+        read_whole(without_its_end(path, hint=hint))
+    place = path.rpartition("/")[0] if path.startswith("generations") else path
+    assert caught.value.details["unknown"] == [place]
+    assert caught.value.exit_code == 1
+    assert "Put the missing records back" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "generations/g9-a1/shard-00000-of-00002.safetensors",
+        "generations/g2-a1/manifest.json",
+        "receipts/000000000011-000000000020-g2-a1.jsonl",
+        "generations/mine-a9/x",
+        "generations/g2-a2",
+        "receipts/g2-a2.jsonl",
+        "g2-a2/manifest.json",
+    ],
+)
+def test_what_an_attempt_in_the_log_may_have_left_is_no_trace(path: str) -> None:
+    assert read_whole(without_its_end(path)).seq == 2
+
+
+def test_an_attempt_that_opens_while_somebody_looks_is_no_damage() -> None:
+    storage = started()
+
+    class OpensMeanwhile(MemoryStorage):
+        def list(self, prefix: str = "") -> Iterator[Entry]:
+            found = [*super().list(prefix)]
+            if prefix == "holds":  # the last listing before the log is read
+                CommitLog(self).open_attempt("run-1", "another")
+                self.create("generations/g2-a2/manifest.json", b"x")
+            return iter(found)
+
+    busy = OpensMeanwhile()
+    busy.files = storage.files
+    assert read_whole(busy).attempt == 2
+    assert read_whole(storage).attempt == 2
+
+
+def test_many_places_are_counted() -> None:
+    made = [f"generations/g{number}-a2/manifest.json" for number in range(2, 10)]
+    with pytest.raises(LogDamaged, match=r"generations/g6-a2 and 3 more; records") as caught:
+        read_whole(without_its_end(*made))
+    assert len(cast("list[str]", caught.value.details["unknown"])) == 8
 
 
 @pytest.mark.parametrize(

@@ -106,3 +106,12 @@ def test_a_refusal_that_a_person_can_mend_says_how(error: Exception, word: str) 
 def test_what_is_not_the_clients_passes() -> None:
     with pytest.raises(ZeroDivisionError), explained(WHERE):
         raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden"])
+@pytest.mark.parametrize("kind", [GenericError, PermissionDeniedError])
+def test_whoever_is_refused_hears_what_to_look_at(kind: type[Exception], status: str) -> None:
+    # A listing's refusal has no kind of its own, only its status.
+    remedy = explanation(kind(said(status)), WHERE).remedy
+    for word in ("credentials", "region", "endpoint", "bucket"):
+        assert word in remedy
