@@ -8,6 +8,7 @@ to the last file as if nothing had happened.
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 
 import pytest
@@ -215,7 +216,9 @@ def survivors_of_a_prune(
     run = run_of(2, 1, storage=storage)
     run.leave(9, 1)
     storage.create("generations/g1-a1/notes.txt", b"mine")
-    storage.open_writer("generations/g2-a1/killed").write(b"half")
+    writer = storage.open_writer("generations/g2-a1/killed")
+    writer.write(b"half")
+    os.close(writer._file)  # a killed process has no file open, and so no lock
     monkeypatch.setattr(Directories, "now", lambda self: 1e12)
     seen: dict[tuple[object, ...], dict[str, bytes]] = {}
 
