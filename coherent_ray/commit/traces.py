@@ -97,11 +97,12 @@ def _made(storage: Storage) -> Iterator[tuple[int, str]]:
                 yield item.generation[1], entry.path
 
 
-def read_whole(storage: Storage) -> History:
+def read_whole(storage: Storage, log: CommitLog | None = None) -> History:
     """Read a run's commit log, and refuse one that other files show to be gone or cut off.
 
     Args:
         storage: The run's root.
+        log: A view of its commit log, which then knows what was read; None: one of its own.
 
     Returns:
         The history; empty only where no run ever was.
@@ -111,7 +112,7 @@ def read_whole(storage: Storage) -> History:
         StorageError: The storage failed.
     """
     traces = look(storage)
-    history = CommitLog(storage).read()
+    history = (log or CommitLog(storage)).read()
     if damage := traces.damage(history) or (None if history.records else log_gone(storage)):
         raise damage
     return history

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+from coherent_ray.commit.history import History
 from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import WrongRun
-from coherent_ray.storage import open_storage
+from coherent_ray.storage import Storage, open_storage
 from coherent_ray.train.roots import require_own
 
 _SUFFIX_DIGITS = 8
@@ -26,7 +27,22 @@ def run_id_of(config: Config) -> str:
         ConfigError: A new run would begin inside the root of another.
     """
     storage = open_storage(config.run.root, config.storage.options)
-    stored = read_whole(storage).run_id
+    return run_id_in(config, storage, read_whole(storage))
+
+
+def run_id_in(config: Config, storage: Storage, history: History) -> str:
+    """Return what `run_id_of` does, where the root's log has been read.
+
+    Args:
+        config: Its settings.
+        storage: The root.
+        history: The root's, as `read_whole` gave it.
+
+    Raises:
+        WrongRun: ``run.run_id`` is set, and the root holds another run.
+        ConfigError: A new run would begin inside the root of another.
+    """
+    stored = history.run_id
     if stored is None:
         require_own(storage, config.storage.options)
     wanted = config.run.run_id

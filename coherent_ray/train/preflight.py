@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 
 from coherent_ray.commit.log import CommitLog
+from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
 from coherent_ray.data.dataset import DatasetManifest
 from coherent_ray.data.plan import Plan
@@ -21,7 +22,7 @@ from coherent_ray.errors import ConfigError, TaskError
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.probe import probe
 from coherent_ray.train import datasets, resumable
-from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.identity import run_id_in
 from coherent_ray.train.roots import require_place
 from coherent_ray.train.session import total_updates
 from coherent_ray.train.task import Task, call_factory, load_factory, load_task, look_in
@@ -72,9 +73,10 @@ def check(config: Config) -> Preflight:
     check_resources(config)
     look_in(str(Path.cwd()), config.task.folder or "")
     storage = open_storage(config.run.root, config.storage.options)
-    run_id = run_id_of(config)
     log = CommitLog(storage)
-    probe(storage, thorough=not log.read().records)
+    history = read_whole(storage, log)
+    run_id = run_id_in(config, storage, history)
+    probe(storage, thorough=not history.records)
     load_task(config.task.factory, config.task.args)
     if config.data.prepare is not None:
         call_factory(config.data.prepare.factory, config.data.prepare.args, "data.prepare.factory")

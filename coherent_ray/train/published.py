@@ -12,7 +12,7 @@ from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
 from coherent_ray.errors import CoherentRayError
 from coherent_ray.storage import open_storage
-from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.identity import run_id_in
 
 
 def in_root(config: Config) -> dict[str, Any] | None:
@@ -26,8 +26,9 @@ def in_root(config: Config) -> dict[str, Any] | None:
         ``latest`` and ``complete`` (False: who reads this was not done).
     """
     try:
-        history = read_whole(open_storage(config.run.root, config.storage.options))
-        run_id = run_id_of(config)
+        storage = open_storage(config.run.root, config.storage.options)
+        history = read_whole(storage)
+        run_id = run_id_in(config, storage, history)
     except (CoherentRayError, OSError):
         return None
     latest = history.latest
