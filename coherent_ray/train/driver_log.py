@@ -63,14 +63,7 @@ def has_words(path: Path) -> bool:
 
 def last_words(path: Path) -> list[str]:
     """Return the last lines, each cut where it is long."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return []
-    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
-    return [line[:_WORD_LENGTH] for line in lines[-_WORDS:]]
+    return [line[:_WORD_LENGTH] for line in _lines(_tail(path))[-_WORDS:]]
 
 
 def size(path: Path) -> int:
@@ -88,17 +81,25 @@ def cause(path: Path, since: int = 0) -> str:
         path: The log.
         since: Bytes that were there before the driver.
     """
-    try:
-        with path.open("rb") as file:
-            file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    _, trace, after = text.rpartition(_TRACE)
-    lines = [line.rstrip() for line in after.splitlines() if line.strip()]
+    _, trace, after = _tail(path, since).rpartition(_TRACE)
+    lines = _lines(after)
     # The traceback's own lines are indented; its exception is the first that is not.
     ends = [line for line in lines if not line[0].isspace()] if trace else lines[-1:]
     return ends[0][:_WORD_LENGTH] if ends else ""
+
+
+def _tail(path: Path, since: int = 0) -> str:
+    """Return the end of what was written; empty where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(since, path.stat().st_size - _TAIL_BYTES))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.splitlines() if line.strip()]
 
 
 def _stamp(old: list[Path]) -> str:
