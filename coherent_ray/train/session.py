@@ -172,6 +172,10 @@ class Session:
             scaler = GradScaler(self.device.type)
         self.scaler = scaler
         stored = self._restore()
+        if scaler is not None:
+            # It has no scale before its first use, and this rank's first update may have no
+            # microbatch.
+            scaler.scale(torch.zeros((), device=self.device))
         agreement.check_same_start(self.capture(), self.rank, self.ranks, self.device)
         inner = plain(model)
         self.reducer = LaneReducer(

@@ -243,8 +243,6 @@ class Update:
             flat.div_(reduced.count)
         scaler, optimizer = session.scaler, session.optimizer
         if scaler:
-            # A scaler has no scale before its first use, and this rank may have had no microbatch.
-            scaler.scale(torch.zeros((), device=session.device))
             scaler.unscale_(optimizer)
         self.grad_norm = self._clip()
         self._require_finite(reduced)
