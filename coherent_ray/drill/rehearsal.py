@@ -233,7 +233,37 @@ def _coordinating(config: Config) -> Iterator[_Office]:
         office.close()
 
 
-class Line:
+class NoLine:
+    """A rank's line, as `coherent_ray.train.coordination.Line`, to nobody: nothing is wished."""
+
+    def acknowledge(self, word: Acknowledgement) -> Reply:
+        """Refuse: nothing is saved here."""
+        raise AssertionError("nothing is saved without a coordinator")
+
+    def withdraw(self, number: int, reason: str) -> None:
+        """Tell nobody."""
+
+    def report(self, progress: dict[str, Any], *, now: bool = False) -> None:
+        """Tell nobody."""
+
+    def stand(self, ranks: int, update: int, phase: str) -> None:
+        """Tell nobody."""
+
+    def wish(self) -> Wish:
+        """Wish for nothing."""
+        return Wish()
+
+    def settle(self, tokens: tuple[int, ...]) -> None:
+        """Forget nothing, as nothing was wished."""
+
+    def leave(self, why: str) -> None:
+        """Tell nobody: a thread is not told to end."""
+
+    def left(self, generation: str | None) -> None:
+        """Tell nobody."""
+
+
+class Line(NoLine):
     """A rank's line to the coordinator, as `coherent_ray.train.coordination.Line`."""
 
     def __init__(self, office: _Office, crew: Crew, life: Life, rank: int, update: int) -> None:
@@ -257,12 +287,6 @@ class Line:
         service = self._office.service
         self._office.begin(service.withdraw, service.attempt, number, self._rank, reason)
 
-    def report(self, progress: dict[str, Any], *, now: bool = False) -> None:
-        """Tell nobody."""
-
-    def stand(self, ranks: int, update: int, phase: str) -> None:
-        """Tell nobody."""
-
     def wish(self) -> Wish:
         """Return what is wished after the update that is under way."""
         stops = self._update + 1 == self._life.stops_after
@@ -271,9 +295,3 @@ class Line:
     def settle(self, tokens: tuple[int, ...]) -> None:
         """Take in that the update under way has ended."""
         self._update += 1
-
-    def leave(self, why: str) -> None:
-        """Wish for nothing: a thread is not told to end."""
-
-    def left(self, generation: str | None) -> None:
-        """Tell nobody."""

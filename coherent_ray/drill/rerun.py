@@ -9,15 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations, Selected
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import Acknowledgement
-from coherent_ray.commit.read_back import Reply
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
@@ -25,7 +22,7 @@ from coherent_ray.drill import taps
 from coherent_ray.drill.patching import planted
 from coherent_ray.drill.ranks import Crew
 from coherent_ray.drill.recording import Recorder, Recording
-from coherent_ray.drill.rehearsal import Here, device_of, in_threads
+from coherent_ray.drill.rehearsal import Here, NoLine, device_of, in_threads
 from coherent_ray.errors import ConfigError, TrainingFailed
 from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
@@ -40,7 +37,6 @@ from coherent_ray.train.reduce import Reduced
 from coherent_ray.train.session import Session
 from coherent_ray.train.task import load_task, look_in
 from coherent_ray.train.update import Update
-from coherent_ray.train.wishes import Wish
 
 #: Updates between two saves of a rerun, which saves nothing.
 _NEVER = 2**40
@@ -139,37 +135,11 @@ class _Here(Here):
         return self.recorder
 
 
-class _Nobody:
+class _Nobody(NoLine):
     """A line to no coordinator."""
 
     def __init__(self, run_id: str, attempt: int, rank: int) -> None:
         pass
-
-    def acknowledge(self, word: Acknowledgement) -> Reply:
-        """Refuse: nothing is saved here."""
-        raise AssertionError("a rerun saves nothing")
-
-    def withdraw(self, number: int, reason: str) -> None:
-        """Tell nobody."""
-
-    def report(self, progress: dict[str, Any], *, now: bool = False) -> None:
-        """Tell nobody."""
-
-    def stand(self, ranks: int, update: int, phase: str) -> None:
-        """Tell nobody."""
-
-    def wish(self) -> Wish:
-        """Wish for nothing."""
-        return Wish()
-
-    def settle(self, tokens: tuple[int, ...]) -> None:
-        """Forget nothing, as nothing was wished."""
-
-    def leave(self, why: str) -> None:
-        """Tell nobody."""
-
-    def left(self, generation: str | None) -> None:
-        """Tell nobody."""
 
 
 def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> Admitted:
