@@ -118,7 +118,7 @@ def test_before_ranks_are_called_missing_the_log_is_asked(storage: MemoryStorage
     """Another process had all the words, and published."""
 
     async def play() -> None:
-        orphan = service_of(storage, ack_timeout_s=0.2)
+        orphan = service_of(storage, ack_timeout_s=2.0)
         await orphan.open_attempt("first")
         call = asyncio.create_task(orphan.acknowledge(words(1)[0]))
         await until(orphan.in_flight)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from ranks import RUN, Ranks
+from slow_clock import SlowClock
 from test_service import live, until, words
 
 from coherent_ray.commit import service as service_module
@@ -128,13 +129,15 @@ def test_what_comes_of_the_rest_changes_nothing(machine: Coordinator) -> None:
 class Hanging(MemoryStorage):
     """Hangs where it is told to, until the gate opens."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: SlowClock) -> None:
         super().__init__()
         self.hangs = ""
         self.gate = threading.Event()
+        self._clock = clock
 
     def _wait(self, verb: str, path: str) -> None:
         if self.hangs and self.hangs in f"{verb} {path}":
+            self._clock.pass_by(SHORT_S)
             self.gate.wait(20)
 
     def read(self, path: str, start: int = 0, length: int | None = None) -> bytes:
@@ -157,7 +160,9 @@ class Hanging(MemoryStorage):
 @pytest.fixture
 def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
     monkeypatch.setattr(service_module, "LOOK_AGAIN_S", 0.02)
-    storage = Hanging()
+    clock = SlowClock()
+    clock.rule(monkeypatch)
+    storage = Hanging(clock)
     for number in (1, 2, 3):
         Ranks(ranks=3, number=number).write(storage)
     yield storage
@@ -254,6 +259,7 @@ def test_an_opening_that_hangs_says_why_and_may_be_asked_again(
             await service.open_attempt("first")
         assert caught.value.where.endswith("log/00000000000000000001.json")
         hanging.gate.set()
+        monkeypatch.setattr(service_module, "OPEN_WAIT_S", 60.0)
         assert await service.open_attempt("first") == 1
 
     live(play)

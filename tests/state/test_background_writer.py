@@ -33,15 +33,25 @@ def test_a_second_save_waits_for_the_first_and_the_wait_is_counted():
         running.pop()
 
     with BackgroundWriter() as writer:
+        born = time.monotonic()
         writer.submit(slow)
         assert writer.busy
         idle = writer.stall_seconds
-        threading.Timer(0.3, release.set).start()
+        released = []
+
+        def let_go():
+            released.append(time.monotonic())
+            release.set()
+
+        begun = time.monotonic()
+        threading.Timer(0.3, let_go).start()
         second = writer.submit(lambda: len(running))
+        waited = time.monotonic() - begun
         assert second.result(5) == 0, "the first was over before the second began"
-        assert 0.2 < writer.stall_seconds - idle < 5
-        assert idle < 0.2
-        assert writer.wait() < 0.2
+        assert released[0] - begun - 0.1 < writer.stall_seconds - idle <= waited
+        assert idle <= begun - born, "the first save found the thread free"
+        begun = time.monotonic()
+        assert writer.wait() <= time.monotonic() - begun
 
 
 def test_waiting_can_time_out_and_the_time_still_counts():
