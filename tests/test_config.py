@@ -14,7 +14,8 @@ from pydantic import BaseModel
 from pydantic import ValidationError as PydanticError
 
 from coherent_ray import config
-from coherent_ray.config import Config, Section
+from coherent_ray.config import Config
+from coherent_ray.config.section import Section
 from coherent_ray.errors import ConfigError
 
 GOOD: dict[str, Any] = {

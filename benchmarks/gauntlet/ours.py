@@ -75,7 +75,7 @@ class Session:
             self._story.close()
 
     def _begin(self, step: int, state: State) -> None:
-        from coherent_ray.config import Checkpoint
+        from coherent_ray.config.sections import Checkpoint
         from coherent_ray.drill.saves import Saves
         from coherent_ray.state import State as Flat
 

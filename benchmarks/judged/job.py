@@ -32,7 +32,7 @@ import torch._dynamo  # an optimizer would import it, in each rank
 
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.drill.saves import boundary_at
 from coherent_ray.state.capture import capture, restore
 from coherent_ray.state.layout import layout_of

@@ -14,7 +14,7 @@ import click
 from coherent_ray import config
 from coherent_ray.commit.references import FORMS, parse_reference
 from coherent_ray.commit.traces import log_gone
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.errors import ConfigError, NotARun
 from coherent_ray.storage import Storage, StorageOptions, open_storage
 

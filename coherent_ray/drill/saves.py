@@ -30,7 +30,7 @@ from coherent_ray.commit.manifest import (
 )
 from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.commit.service import Service
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import fingerprint

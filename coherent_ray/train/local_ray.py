@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import ray
 from ray.exceptions import AuthenticationError
 
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 from coherent_ray.errors import ClusterError
 
 #: Bytes of shared memory for Ray's object store: runs keep nothing there.

@@ -31,7 +31,7 @@ from coherent_ray.commit.manifest import (
     ShardRecord,
 )
 from coherent_ray.commit.read_back import Reply, Request, read_back
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
 from coherent_ray.state.capture import State

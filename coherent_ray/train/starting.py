@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 
 Phase = Literal["driver", "ray", "up"]
 

@@ -15,7 +15,8 @@ from typing import Any
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
-from coherent_ray.config import Cluster, Config
+from coherent_ray.config import Config
+from coherent_ray.config.sections import Cluster
 from coherent_ray.storage import LocalStorage, open_storage
 from coherent_ray.train.backend import FatalErrors, torch_config
 from coherent_ray.train.identity import derived

@@ -15,7 +15,7 @@ import ray
 from ray.util import placement_group_table
 
 from coherent_ray.commit.findings import finding_from_json
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 from coherent_ray.train import departures
 from coherent_ray.train.whereabouts import Silence
 

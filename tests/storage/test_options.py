@@ -6,7 +6,7 @@ from dataclasses import asdict
 import pytest
 from pydantic import ValidationError
 
-from coherent_ray.config import Storage
+from coherent_ray.config.sections import Storage
 from coherent_ray.errors import ConfigError
 from coherent_ray.storage import StorageOptions
 

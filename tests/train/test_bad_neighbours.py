@@ -18,7 +18,7 @@ from test_stalled_saves import wait_until
 
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.retention import Policy
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.drill.saves import Saves
 from coherent_ray.errors import SaveFailed
 from coherent_ray.storage import LocalStorage

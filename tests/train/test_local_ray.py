@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import ray
 
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 from coherent_ray.errors import ClusterError
 from coherent_ray.train.local_ray import connected
 

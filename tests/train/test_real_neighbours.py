@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from coherent_ray.commit.generations import Generations
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.drill.disks import SmallDisk
 from coherent_ray.drill.saves import Saves
 from coherent_ray.errors import LogDamaged, StorageError

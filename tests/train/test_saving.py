@@ -23,7 +23,7 @@ from coherent_ray.commit.manifest import (
     Manifest,
     PlanIdentity,
 )
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import ClusterError, Fenced, ReplicaDiverged, SaveFailed
 from coherent_ray.state.capture import State

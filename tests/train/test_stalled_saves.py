@@ -23,7 +23,7 @@ from test_saving import ScriptedLine, boundary, state
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.manifest import Acknowledgement, Manifest
 from coherent_ray.commit.read_back import Reply, Request
-from coherent_ray.config import Checkpoint
+from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.drill.saves import Saves
 from coherent_ray.errors import SaveFailed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 from coherent_ray.train.starting import Starting
 
 

@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from coherent_ray.commit.findings import finding_of
-from coherent_ray.config import Cluster
+from coherent_ray.config.sections import Cluster
 from coherent_ray.errors import ShardDamaged
 from coherent_ray.train.watch import Resources, Watch
 
