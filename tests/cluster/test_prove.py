@@ -1,4 +1,7 @@
-"""`coherent-ray prove` on real Ray, as a user types it: rank counts, kills, and a resize."""
+"""`coherent-ray prove` on real Ray, as a user types it: rank counts, kills, and a resize.
+
+One kill with all tests; the rest takes minutes: ``pytest -m campaign tests/cluster/test_prove.py``.
+"""
 
 from __future__ import annotations
 
@@ -33,33 +36,38 @@ def prove(
     return done.returncode, json.loads(done.stdout)
 
 
-def test_a_job_of_two_rank_counts_and_a_kill(
-    ray_cluster: str, tiny_data: Path, tmp_path: Path
-) -> None:
-    more = ("--ranks", "2,1", "--kills", "1", "--updates", "12", "--keep")
+def test_a_job_and_a_kill(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> None:
+    more = ("--ranks", "2", "--kills", "1", "--updates", "12", "--keep")
     code, proof = prove(tmp_path, tiny_data, ray_cluster, *more)
     assert code == 0, proof
     assert proof["good"] is True
-    names = [run["name"] for run in proof["runs"]]
-    assert (
-        names == ["reference", "2 ranks, killed", "1 rank, killed", "resized"] == proof["planned"]
-    )
-    assert len({(run["receipts"], run["state"]) for run in proof["runs"]}) == 1
-    reference, killed, alone, resized = proof["runs"]
-    assert reference["attempts"] == 1
-    assert reference["done"] == []
-    assert killed["done"] == ["killed: worker in mid-shard, update 4"]
-    assert killed["attempts"] == alone["attempts"] == 2
-    assert resized["ranks"] == [2, 1, 2]
-    assert resized["attempts"] == 3
+    reference, killed = proof["runs"]
+    assert [reference["name"], killed["name"]] == ["reference", "2 ranks, killed"]
+    assert proof["planned"] == ["reference", "2 ranks, killed"]
+    assert (reference["attempts"], killed["attempts"]) == (1, 2)
+    assert (reference["done"], killed["done"]) == ([], ["killed: worker in mid-shard, update 4"])
+    assert (reference["receipts"], reference["state"]) == (killed["receipts"], killed["state"])
     # The verdict is not taken on trust: the runs are there, and are one history.
-    sides = [Side(open_storage(reference["root"])), Side(open_storage(resized["root"]))]
+    sides = [Side(open_storage(reference["root"])), Side(open_storage(killed["root"]))]
     assert compare(*sides).same
     page = (tmp_path / "proof" / "proof.md").read_text()
     assert page.startswith("# The claim `invariant` holds\n")
     written = json.loads((tmp_path / "proof" / "proof.json").read_text())
     assert written["runs"] == proof["runs"]
     assert not (tmp_path / "run").exists(), "the configuration's own run is not touched"
+
+
+@pytest.mark.campaign
+def test_two_rank_counts_and_a_resize(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> None:
+    more = ("--ranks", "2,1", "--kills", "1", "--updates", "12")
+    code, proof = prove(tmp_path, tiny_data, ray_cluster, *more)
+    assert code == 0, proof
+    assert [run["name"] for run in proof["runs"]] == proof["planned"]
+    assert proof["planned"] == ["reference", "2 ranks, killed", "1 rank, killed", "resized"]
+    assert len({(run["receipts"], run["state"]) for run in proof["runs"]}) == 1
+    _, killed, alone, resized = proof["runs"]
+    assert killed["attempts"] == alone["attempts"] == 2
+    assert (resized["ranks"], resized["attempts"]) == ([2, 1, 2], 3)
 
 
 @pytest.mark.campaign
