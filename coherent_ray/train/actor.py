@@ -99,7 +99,7 @@ class CoordinatorActor:
         self._failures: dict[str, Any] = {"count": 0, "last": "", "taken": 0}
         self._owner: dict[str, Any] | None = None
         self._renewed = 0.0
-        self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "placement_group": None}
+        self._admission: dict[str, Any] = {"admitted": 0, "notes": []}
 
     async def ping(self) -> dict[str, Any]:
         """Return who this is, within seconds whatever the storage does.
@@ -167,20 +167,14 @@ class CoordinatorActor:
         """
         await self._service.withdraw(attempt, number, rank, reason)
 
-    async def admitted(self, attempt: int, notes: list[str], placement_group: str | None) -> None:
+    async def admitted(self, attempt: int, notes: list[str]) -> None:
         """Take down that all ranks of an attempt were admitted; `status` shows it.
 
         Args:
             attempt: The attempt.
             notes: What the user should know.
-            placement_group: Hex id of the group's placement group, for a driver whose Train
-                controller dies without giving it back.
         """
-        self._admission = {
-            "admitted": attempt,
-            "notes": notes,
-            "placement_group": placement_group,
-        }
+        self._admission = {"admitted": attempt, "notes": notes}
 
     async def report(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Take rank 0's latest progress, and return what is wished of the training.
@@ -295,7 +289,7 @@ class CoordinatorActor:
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
             ``scrub`` (``damaged``: what the last scrub found; None: there is no schedule),
-            ``admitted``, ``notes`` and ``placement_group`` (as `admitted` was last told),
+            ``admitted`` and ``notes`` (as `admitted` was last told),
             ``whereabouts`` (a `Whereabouts.summary`), ``leave`` (a `Departures.summary`),
             ``failures`` (as `failed` was last told) and ``owner`` (an `Owner`; None: nobody has
             said).

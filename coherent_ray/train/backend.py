@@ -117,7 +117,7 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     notes = list(dict.fromkeys(note for ticket in tickets for note in ticket.notes))
     for note in notes:
         logger.warning("attempt %d: %s", attempt, note)
-    coordinators.answer(coordinator.admitted.remote(attempt, notes, _placement_group(worker_group)))
+    coordinators.answer(coordinator.admitted.remote(attempt, notes))
 
 
 def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[Ticket]:
@@ -134,13 +134,6 @@ def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[
         raise WorkerGroupError(str(timeout), dict.fromkeys(missing, timeout))
     tickets: list[Ticket] = ray.get(references)
     return tickets
-
-
-def _placement_group(worker_group: Any) -> str | None:
-    """Return the id of a group's placement group, for whoever outlives this controller."""
-    handle = worker_group._worker_group_state.placement_group_handle
-    group = getattr(handle, "placement_group", None)
-    return group.id.hex() if group is not None else None
 
 
 def release(worker_group: Any) -> None:

@@ -28,7 +28,7 @@ from coherent_ray.commit.log import CommitLog
 from coherent_ray.config import Config
 from coherent_ray.errors import ClusterError, CoherentRayError, Interrupted, TrainingFailed
 from coherent_ray.storage import open_storage
-from coherent_ray.train import coordinators, deaths, events, ownership, preflight
+from coherent_ray.train import coordinators, deaths, events, ownership, placements, preflight
 from coherent_ray.train.actor import CoordinatorActor
 from coherent_ray.train.events import Event
 from coherent_ray.train.local_ray import connected, logs_of
@@ -76,7 +76,6 @@ class Driver:
         self._me: Owner | None = None
         self._watch = Watch(config.cluster, 0)
         self._saves: dict[str, dict[str, Any]] = {}
-        self._placement: str | None = None
         self._last_notes: list[str] = []
         self._ended = 0
         self._incarnation: str | None = None
@@ -154,7 +153,7 @@ class Driver:
                 )
             self._tell(Event("restarting", "Ray Train's controller is gone; starting another"))
             self._restarted("controller")
-            self._free_placement()
+            placements.release_all()
             if self._stop_asked.is_set():
                 break
         if self._stop_asked.is_set() and not self._watch.training:
@@ -231,7 +230,6 @@ class Driver:
             raise ownership.lost(run_id, Owner(**owner))
         for save in status["progress"].get("saves", []):
             self._saves[save["name"]] = save
-        self._placement = status.get("placement_group") or self._placement
         notes = [*(status.get("notes") or []), *(status["progress"].get("notes") or [])]
         self._note(notes)
         self._say(self._watch.look(status))
@@ -284,16 +282,6 @@ class Driver:
         self._tell(Event("note", text))
         with contextlib.suppress(RayError, RuntimeError, ConnectionError):
             coordinators.restart(run_id)
-
-    def _free_placement(self) -> None:
-        """Give back what a dead controller held; nobody else does where there is no dashboard."""
-        if self._placement is None:
-            return
-        from ray._raylet import PlacementGroupID
-        from ray.util.placement_group import PlacementGroup, remove_placement_group
-
-        remove_placement_group(PlacementGroup(PlacementGroupID.from_hex(self._placement)))
-        self._placement = None
 
     def _end_coordinator(self, run_id: str) -> None:
         """End the coordinator, unless it serves another driver by now."""

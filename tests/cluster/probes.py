@@ -104,6 +104,16 @@ def is_held(placement_group: str) -> bool:
     return bool(placement_group_table()[placement_group]["state"] != "REMOVED")
 
 
+@ray.remote(num_cpus=0)
+class Maker:
+    """Reserves what it never gives back."""
+
+    def reserve(self) -> str:
+        group = ray.util.placement_group([{"CPU": 0.1}])
+        ray.get(group.ready())
+        return str(group.id.hex())
+
+
 def note(record: str, kind: str, facts: dict[str, Any]) -> None:
     with Path(record).open("a") as file:
         file.write(json.dumps([kind, facts]) + "\n")

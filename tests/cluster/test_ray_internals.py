@@ -16,6 +16,7 @@ import probes
 import pytest
 import ray
 import tiny
+from ray.exceptions import RayActorError
 from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
 from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import placement_group_table
@@ -23,7 +24,15 @@ from ray.util.placement_group import PlacementGroup, remove_placement_group
 
 from coherent_ray.drill.strikes import CLASSES
 from coherent_ray.errors import AdmissionTimeout, ClusterError
-from coherent_ray.train import backend, coordinators, drains, leaving, trainer, watch
+from coherent_ray.train import (
+    backend,
+    coordinators,
+    drains,
+    leaving,
+    placements,
+    trainer,
+    watch,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -131,11 +140,12 @@ def test_ray_s_own_bookkeeping_has_the_name_that_is_removed(probed: Probed) -> N
     assert snapshot.is_file(), moved(trainer.RAY_SNAPSHOT, "train/trainer.py, run_config")
 
 
-def test_placement_groups_are_found_by_their_hex_id(probed: Probed) -> None:
-    known = set(placement_group_table())
-    assert {start["placement_group"] for start in probed.starts} <= known, moved(
-        "PlacementGroupID.hex", "train/driver.py, _free_placement"
-    )
+def test_placement_groups_are_found_by_their_job(probed: Probed) -> None:
+    where = moved("PlacementGroupID.hex", "train/placements.py")
+    job = ray.get_runtime_context().get_job_id()
+    ours = {start["placement_group"] for start in probed.starts}
+    assert ours <= set(placement_group_table()), where
+    assert all(name.endswith(job) for name in ours), where
 
 
 # --- names and signatures -------------------------------------------------------------------------
@@ -219,13 +229,20 @@ def test_the_head_node_has_the_resource_that_pins_the_coordinator() -> None:
     )
 
 
-def test_a_placement_group_can_be_named_by_its_id() -> None:
-    from ray._raylet import PlacementGroupID
-
-    made = PlacementGroupID.from_hex("0" * (2 * PlacementGroupID.size()))
-    assert PlacementGroup(made).id == made, moved(
-        "PlacementGroupID.from_hex", "train/driver.py, _free_placement"
+def test_what_a_dead_actor_reserved_is_given_back_whoever_told_of_it() -> None:
+    """As a Train controller that is killed before it, or anybody else, can tell what it holds."""
+    maker = probes.Maker.remote()
+    groups = ray.get([maker.reserve.remote() for _ in range(2)])
+    ray.kill(maker)
+    with pytest.raises(RayActorError):
+        ray.get(maker.reserve.remote())
+    assert all(map(probes.is_held, groups)), (
+        f"Ray {ray.__version__} gives back the placement groups of a dead actor: good, "
+        "train/placements.py is not needed any more"
     )
+    assert set(groups) <= set(placements.release_all()), moved("something", "train/placements.py")
+    assert not any(map(probes.is_held, groups))
+    assert placements.release_all() == []
 
 
 def test_who_is_preempted_has_a_budget_of_his_own() -> None:
