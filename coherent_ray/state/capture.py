@@ -28,7 +28,7 @@ from coherent_ray import canonical
 from coherent_ray.canonical import Json
 from coherent_ray.commit.manifest import StateLayout, TensorSpec
 from coherent_ray.digests import Digest
-from coherent_ray.errors import StateMismatch
+from coherent_ray.errors import StateMismatch, TaskError
 from coherent_ray.state.layout import describe, mismatch, spec_of
 from coherent_ray.state.optimizer import (
     capture_optimizer,
@@ -159,6 +159,31 @@ def check_spec(layout: StateLayout, spec: Mapping[str, tuple[str, tuple[int, ...
     for name in [*stored, *sorted(set(live) - set(stored))]:
         if stored.get(name) != live.get(name):
             raise mismatch(name, _described(stored.get(name)), _described(live.get(name)))
+
+
+def check_unchanged(
+    before: Mapping[str, tuple[str, tuple[int, ...]]],
+    now: Mapping[str, tuple[str, tuple[int, ...]]],
+) -> None:
+    """Check that a model has the tensors that it had when its training began.
+
+    Raises:
+        TaskError: It has not; names the first one.
+    """
+    for name in [*before, *sorted(now.keys() - before.keys())]:
+        if before.get(name) != now.get(name):
+            was, has = (
+                describe(TensorSpec(name, *spec[name])) if name in spec else "missing"
+                for spec in (before, now)
+            )
+            raise TaskError(
+                f"the model changed while it was trained: {name} was {was}, and is {has} now; a "
+                "resume builds the model as it was, and could not take such a state",
+                where=name,
+                remedy="make every parameter and buffer when the model is built, with its final "
+                "shape; register_buffer(..., persistent=False) keeps what need not be stored",
+                details={"before": was, "now": has},
+            )
 
 
 def _described(tensor: TensorSpec | torch.Tensor | None) -> str:

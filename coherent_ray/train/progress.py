@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from coherent_ray.train.boundaries import Boundaries
@@ -38,13 +39,19 @@ class Progress:
         self.metrics: dict[str, Any] = {"update": done, "updates": total}
         """Of the last update; what Ray Train gets at the end."""
 
-    def not_finite(self, update: int, what: str) -> None:
-        """Take in what is not finite in an update; empty: nothing. The first of a row is told."""
-        if what and not self._is_poisoned:
-            note = f"update {update} is not finite: {what}; training goes on (on_nonfinite: go_on)"
+    def note(self, notes: Iterable[str]) -> None:
+        """Take in what the user should know of this attempt."""
+        for note in notes:
             self._notes.append(note)
             if self._rank == 0:
                 logger.warning(note)
+
+    def not_finite(self, update: int, what: str) -> None:
+        """Take in what is not finite in an update; empty: nothing. The first of a row is told."""
+        if what and not self._is_poisoned:
+            self.note(
+                [f"update {update} is not finite: {what}; training goes on (on_nonfinite: go_on)"]
+            )
         self._is_poisoned = bool(what)
 
     def update(self, update: Update, tip: str, boundaries: Boundaries, *, ended: bool) -> None:

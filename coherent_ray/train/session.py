@@ -43,9 +43,18 @@ from coherent_ray.errors import (
     StateMismatch,
     TrainingFailed,
 )
-from coherent_ray.state.capture import MODEL, State, capture, check_spec, plain, restore, state_spec
+from coherent_ray.state.capture import (
+    MODEL,
+    State,
+    capture,
+    check_spec,
+    check_unchanged,
+    plain,
+    restore,
+    state_spec,
+)
 from coherent_ray.state.layout import layout_of
-from coherent_ray.train import agreement, datasets, finite, hooks
+from coherent_ray.train import agreement, datasets, finite, hooks, resettings
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
@@ -57,6 +66,7 @@ from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.partial import Usable, usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
+from coherent_ray.train.recipe import CODE, differences, recipe_of
 from coherent_ray.train.reduce import LaneReducer, Met, Reduced
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
@@ -172,6 +182,7 @@ class Session:
             scaler = GradScaler(self.device.type)
         self.scaler = scaler
         stored = self._restore()
+        self._spec = state_spec(model)
         if scaler is not None:
             # It has no scale before its first use, and this rank's first update may have no
             # microbatch.
@@ -211,7 +222,13 @@ class Session:
                 return
 
     def capture(self) -> State:
-        """Return the whole state as it is now: references, no copies."""
+        """Return the whole state as it is now: references, no copies.
+
+        Raises:
+            TaskError: The model has not the tensors any more that it was tracked with: a resume
+                would build it as it was, and could not take this state.
+        """
+        check_unchanged(self._spec, state_spec(self.model))
         return capture(self.model, self.optimizer, self.scheduler, self.scaler)
 
     # --- what an update uses ----------------------------------------------------------------------
@@ -408,7 +425,12 @@ class Session:
             record = partial_.load(header.values[partial_.KEY])
             stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
             state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
+        begins = resettings.settings_of(self.optimizer)
         restore(state, header.values, self.model, self.optimizer, self.scheduler, self.scaler)
+        changed = differences(header.recipe, recipe_of(self.config, admitted.code))
+        if any(line.startswith(("optimizer.", "task.", CODE)) for line in changed):
+            # Only the claim statistical lets a job go on that has changed.
+            self.progress.note(resettings.take_over(begins, self.optimizer, self.scheduler))
         admitted.state = None  # its memory is needed for training
         return stored
 

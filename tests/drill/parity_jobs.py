@@ -82,6 +82,22 @@ class Remembering(Dropout):
         return loss * (1 + self.calls * 1e-3), count
 
 
+class Growing(Dropout):
+    """A model that gets something more in its third update."""
+
+    def __init__(self, kind: str, after: int) -> None:
+        self.kind, self.left = kind, after
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, int]:
+        self.left -= len(batch[1])
+        if self.left < 0 and not hasattr(model, "seen"):
+            if self.kind == "buffer":
+                model.register_buffer("seen", torch.zeros(1))
+            else:
+                model.register_parameter("seen", nn.Parameter(torch.zeros(1)))
+        return super().loss(model, batch)
+
+
 #: By what a planted bug needs.
 JOBS: dict[str, dict[str, Any]] = {
     "dropout": {},
@@ -92,7 +108,7 @@ JOBS: dict[str, dict[str, Any]] = {
 
 
 def values(folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
-    """Return a configuration's plain values; ``data__seed=7`` changes ``data.seed``."""
+    """Return plain values; ``data__seed=7`` changes ``data.seed``, ``data={...}`` all of it."""
     made: dict[str, Any] = {
         "run": {"root": str(folder / name)},
         "task": {"factory": "parity_jobs:Dropout"},
@@ -109,7 +125,10 @@ def values(folder: Path, name: str = "run", **changes: Any) -> dict[str, Any]:
     }
     for key, value in changes.items():
         section, _, setting = key.partition("__")
-        made.setdefault(section, {})[setting] = value
+        if setting:
+            made.setdefault(section, {})[setting] = value
+        else:
+            made[section] = value
     return made
 
 

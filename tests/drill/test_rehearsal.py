@@ -16,6 +16,7 @@ from coherent_ray.config import Config
 from coherent_ray.drill.parting import Side, compare
 from coherent_ray.drill.ranks import Crew
 from coherent_ray.drill.rehearsal import Life, rehearse
+from coherent_ray.drill.replay import history_of
 from coherent_ray.errors import ClaimRefused, TaskError
 from coherent_ray.storage import open_storage
 
@@ -70,6 +71,36 @@ def test_a_stop_is_exact_and_publishes(tmp_path: Path) -> None:
     config = lived(tmp_path, "run", Life(3, stops_after=3))
     latest = Generations(open_storage(config.run.root)).find("latest")
     assert latest.update == 3
+
+
+def test_a_learning_rate_that_was_changed_is_used(tmp_path: Path) -> None:
+    """Under the one claim that lets it be changed."""
+    changes = {**parity_jobs.JOBS["scheduler"], "run__claim": "statistical"}
+    for name, rate in (("kept", 0.03), ("changed", 0.003)):
+        lived(tmp_path, name, Life(2, stops_after=3), **changes)
+        lived(tmp_path, name, Life(2), **changes, optimizer={"lr": rate})
+    kept, changed = (
+        [float.fromhex(receipt.lr[0]) for receipt in history_of(str(tmp_path / name))]
+        for name in ("kept", "changed")
+    )
+    assert changed[:3] == kept[:3]
+    assert changed[3:] == pytest.approx([rate / 10 for rate in kept[3:]])
+
+
+@pytest.mark.parametrize("kind", ["buffer", "parameter"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_grows_is_refused_before_it_is_saved(
+    kind: str, ranks: int, tmp_path: Path
+) -> None:
+    growing = {"factory": "parity_jobs:Growing", "args": {"kind": kind, "after": 16 // ranks}}
+    config = parity_jobs.job(tmp_path, task=growing)
+    with pytest.raises(TaskError, match=r"model/seen was missing, and is F32\[1\] now"):
+        rehearse(config, Life(ranks))
+    # What is published can be gone on from.
+    generations = Generations(open_storage(config.run.root))
+    assert generations.find("latest").update == 2
+    with pytest.raises(TaskError, match="the model changed while it was trained"):
+        rehearse(config, Life(ranks))
 
 
 def test_the_gate_is_the_product_s_own(tmp_path: Path) -> None:
