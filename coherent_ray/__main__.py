@@ -1,6 +1,23 @@
-"""``python -m coherent_ray``: the command line, where its script is not on the path."""
+"""The program: ``coherent-ray``, or ``python -m coherent_ray`` where its script is not on the path.
 
-from coherent_ray.cli import main
+Its parts take a second to load, and Ctrl-C is no error in that second either.
+"""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line, and exit."""
+    try:
+        from coherent_ray.cli import INTERRUPTED
+        from coherent_ray.cli import main as command
+    except KeyboardInterrupt:
+        sys.exit(130)
+    try:
+        command()
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import click
 
 from coherent_ray.cli.output import json_option, show_json, show_line
-from coherent_ray.cli.place import whole_run, whole_run_argument
+from coherent_ray.cli.place import new_id, whole_run, whole_run_argument
 from coherent_ray.cli.validate import config_argument, load_job, set_option
 from coherent_ray.config import Config
-from coherent_ray.errors import ClusterError, CoherentRayError, ConfigError
+from coherent_ray.errors import ClusterError, CoherentRayError, ConfigError, NotARun
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -113,8 +113,15 @@ def stop(run: str, address: str | None, as_json: bool) -> int:
     """
     from coherent_ray.commit.log import CommitLog
 
-    run_id = CommitLog(whole_run(run).open()).read().run_id or ""
+    try:
+        run_id = CommitLog(whole_run(run).open()).read().run_id or ""
+        none_here = None
+    except NotARun as error:
+        # A run whose workers were never admitted has no log, and may have a coordinator.
+        run_id, none_here = new_id(run), error
     stopped = _joined(address) and _stop_coordinator(run_id)
+    if none_here is not None and not stopped:
+        raise none_here
     if as_json:
         show_json({"run_id": run_id, "stopped": stopped})
     elif stopped:
@@ -202,7 +209,8 @@ def _follow(client: JobSubmissionClient, job: str) -> int:
     try:
         asyncio.run(tail())
     except KeyboardInterrupt:
-        show_line(f"job {job} goes on; end it with: ray job stop {job}")
+        where = f" --address {client.get_address()}"
+        show_line(f"job {job} goes on; end it with: ray job stop {job}{where}")
         return 0
     status = client.get_job_status(job)
     if status == JobStatus.SUCCEEDED:

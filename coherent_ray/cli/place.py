@@ -45,7 +45,10 @@ class Place:
         if next(iter(storage.list("log")), None) is None:
             if damage := log_gone(storage):
                 raise damage
-            remedy = "name the run's directory, or the configuration file that it was run with"
+            remedy = (
+                "name the run's directory, or the configuration file that it was run with; a run "
+                "that has just been started has a log when its workers are admitted"
+            )
             if "@" in self.root.rpartition("/")[2]:
                 remedy += f"; to name a generation, write {FORMS}"
             raise NotARun(
@@ -82,6 +85,16 @@ def whole_run(text: str) -> Place:
     if place.generation is not None:
         raise click.UsageError(f"this command takes a whole run, without @{place.generation}")
     return place
+
+
+def new_id(text: str) -> str:
+    """Return the id that the run of a RUN argument has from its driver, before it has a log."""
+    from coherent_ray.train.identity import derived
+
+    if not _is_configuration(text):
+        return derived(open_storage(text).uri)
+    run = config.load(text).resolved().run
+    return run.run_id or derived(run.root)
 
 
 def checkpoint_of(text: str) -> Checkpoint | None:

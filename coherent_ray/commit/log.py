@@ -389,11 +389,15 @@ class CommitLog:
         raise self._not_sure(path, refusal)
 
     def _not_sure(self, path: str, refusal: StorageError | None = None) -> StorageError:
-        said = f": {refusal.what}" if refusal else ""
+        what = "the storage does not say whether this record is durable"
+        remedy = "Look at the storage; the record is found at the next read if it is there."
+        if refusal is not None:
+            what = f"{refusal.what}: so {what}, on which the next one would build"
+            remedy = refusal.remedy or remedy
         return StorageError(
-            f"the storage does not say whether the record is durable{said}",
+            what,
             where=f"{self._storage.uri}/{path}",
-            remedy="Look at the storage; the record is found at the next read if it is there.",
+            remedy=remedy,
             details=refusal.details if refusal else None,
         )
 

@@ -5,7 +5,7 @@ What would break the claim is refused; what it allows is told. ``docs/claims.md`
 
 from __future__ import annotations
 
-from coherent_ray.commit.manifest import Manifest
+from coherent_ray.commit.manifest import GenerationHeader, Manifest
 from coherent_ray.config import Config
 from coherent_ray.errors import ClaimRefused
 from coherent_ray.train.code import NO_CODE, Code
@@ -35,23 +35,7 @@ def check_claim(
         ClaimRefused: The claim would be broken; says by what.
     """
     header, claim = manifest.header, config.run.claim
-    if _STRENGTH[claim] > _STRENGTH[header.claim]:
-        raise ClaimRefused(
-            f"run.claim is {claim}, but the history was made under {header.claim}: less was "
-            "promised then",
-            where="run.claim",
-            remedy=f"set run.claim: {header.claim}, or start a new run",
-        )
-    stored, now, notes = _comparable(header.recipe, recipe_of(config, code), CODE)
-    other = differences(stored, now)
-    if other and claim != "statistical":
-        raise ClaimRefused(
-            f"the job changed, and run.claim is {claim}: {'; '.join(other)}",
-            where=other[0].partition(":")[0],
-            remedy=f"{_put_back(other)}; or go on with run.claim: statistical, under which updates "
-            "may differ; or start a new run under another run.root",
-            details={"changes": other},
-        )
+    notes = check_job(config, header, code)
     before, here, _ = _comparable(header.environment, facts, LIBRARY)
     changed = differences(before, here)
     if header.ranks != ranks and claim == "exact":
@@ -69,11 +53,45 @@ def check_claim(
             "with run.claim: statistical",
             details={"changes": changed},
         )
-    notes += [f"the job changed: {line}" for line in other]
     notes += [f"environment changed: {line}" for line in changed]
     if header.ranks != ranks:
         notes.append(f"rank count changed from {header.ranks} to {ranks}")
     return notes
+
+
+def check_job(config: Config, header: GenerationHeader, code: Code = NO_CODE) -> list[str]:
+    """Check, of what `check_claim` does, what follows from the configuration.
+
+    Args:
+        config: The run's configuration.
+        header: Of the generation that it would go on from.
+        code: What the job computes from, where that is known.
+
+    Returns:
+        What the user should know although the claim allows it.
+
+    Raises:
+        ClaimRefused: The claim would be broken; says by what.
+    """
+    claim = config.run.claim
+    if _STRENGTH[claim] > _STRENGTH[header.claim]:
+        raise ClaimRefused(
+            f"run.claim is {claim}, but the history was made under {header.claim}: less was "
+            "promised then",
+            where="run.claim",
+            remedy=f"set run.claim: {header.claim}, or start a new run",
+        )
+    stored, now, notes = _comparable(header.recipe, recipe_of(config, code), CODE)
+    other = differences(stored, now)
+    if other and claim != "statistical":
+        raise ClaimRefused(
+            f"the job changed, and run.claim is {claim}: {'; '.join(other)}",
+            where=other[0].partition(":")[0],
+            remedy=f"{_put_back(other)}; or go on with run.claim: statistical, under which updates "
+            "may differ; or start a new run under another run.root",
+            details={"changes": other},
+        )
+    return [*notes, *(f"the job changed: {line}" for line in other)]
 
 
 def _comparable(

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from coherent_ray.commit.coordinator import ACK_TIMEOUT_S
 from coherent_ray.commit.scrubbing import BYTES_PER_S as SCRUB_BYTES_PER_S
@@ -27,8 +27,10 @@ NAMESPACE = "coherent_ray"
 MAX_CONCURRENCY = 16_384
 #: A resource that only the head node has.
 HEAD_NODE = "node:__internal_head__"
-#: Seconds that the actor has to start and to answer a question.
+#: Seconds that the actor has to answer a question.
 ANSWER_TIMEOUT_S = 60.0
+#: Seconds that it has to start: it loads Ray, which takes minutes on an overloaded machine.
+START_TIMEOUT_S = 300.0
 _POLL_S = 0.05
 #: Seconds that an actor that was asked to end may keep its name.
 _GENTLE_S = 5.0
@@ -51,7 +53,7 @@ def connect(
     scrub_every_s: float | None = None,
     scrub_bytes_per_s: int = SCRUB_BYTES_PER_S,
     storage: dict[str, Any] | None = None,
-    timeout_s: float = ANSWER_TIMEOUT_S,
+    timeout_s: float = START_TIMEOUT_S,
     actor: type[CoordinatorActor] | None = None,
 ) -> Any:
     """Return a handle of the run's coordinator, started if there is none.
@@ -71,7 +73,7 @@ def connect(
         scrub_bytes_per_s: Bytes a second that this reads at most.
         storage: How to talk to an object store: `StorageOptions` as a dictionary; None: as the head
             node's environment says.
-        timeout_s: Seconds to wait for the actor.
+        timeout_s: Seconds to wait for the actor; one that this call has started ends with them.
         actor: The class to start it from where there is none; for drills.
 
     Raises:
@@ -88,8 +90,7 @@ def connect(
         "storage": dict(storage or {}),
     }
     actor = actor or CoordinatorActor
-    handle = _start(actor, run_id, root, options)
-    facts = answer(handle.ping.remote(), timeout_s)
+    handle, facts = _started(actor, run_id, root, options, timeout_s)
     if facts["root"] != root:
         raise ClusterError(
             f"the coordinator of run {run_id!r} serves {facts['root']}, not {root}",
@@ -98,9 +99,8 @@ def connect(
             details={"found": facts["root"], "wanted": root},
         )
     if facts["options"] != options:
-        stop(run_id, timeout_s=timeout_s)
-        handle = _start(actor, run_id, root, options)
-        answer(handle.ping.remote(), timeout_s)
+        stop(run_id)
+        handle, _ = _started(actor, run_id, root, options, timeout_s)
     return handle
 
 
@@ -192,13 +192,30 @@ def answer(reference: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     except GetTimeoutError as error:
         raise ClusterError(
             f"the coordinator did not answer within {timeout_s:g} s",
-            remedy="see with `ray status` whether the head node is up",
+            remedy="the machine of the head node may be overloaded (see `uptime` there), or down "
+            "(see `ray status`)",
+            details={"may_pass": True},
         ) from error
     except RayActorError as error:
         raise ClusterError(f"the coordinator is gone: {error}") from error
     except RayTaskError as error:
         if isinstance(error.cause, CoherentRayError):
             raise error.cause from None
+        raise
+
+
+def _started(
+    kind: type[CoordinatorActor], run_id: str, root: str, options: dict[str, Any], timeout_s: float
+) -> tuple[Any, dict[str, Any]]:
+    """Return a coordinator that answers, and its answer. One that nobody can have is not left."""
+    found = find(run_id)
+    handle = _start(kind, run_id, root, options)
+    try:
+        return handle, answer(handle.ping.remote(), timeout_s)
+    except BaseException:
+        if found is None:
+            with contextlib.suppress(RayError):
+                ray.kill(handle, no_restart=True)
         raise
 
 

@@ -119,11 +119,11 @@ class Driver:
         with connected(config.cluster) as address:
             self._interruptible = False
             self.listen()  # again: Ray has just put a handler of its own there
-            self._own(before.run_id)
-            job = ray.get_runtime_context().get_job_id()
-            own = {"address": address, "pid": os.getpid(), "job": job}
-            self._tell(Event("started", facts={**own, **_facts(before)}))
             try:
+                self._own(before.run_id)
+                job = ray.get_runtime_context().get_job_id()
+                own = {"address": address, "pid": os.getpid(), "job": job}
+                self._tell(Event("started", facts={**own, **_facts(before)}))
                 self._train(before)
             finally:
                 self._end_coordinator(before.run_id)

@@ -81,13 +81,16 @@ def join(address: str, *, level: int = logging.WARNING) -> None:
                 where=address,
                 remedy=_TOKENS,
             ) from error
+        what = f"no Ray there: {_first_line(error)}"
         remedy = "see `ray status` there; without cluster.address a local Ray is started"
         if _UNANSWERED in str(error):
-            # Ray says "unauthenticated" in its own output only, and this in its exception.
-            remedy += f". If that cluster was started with RAY_AUTH_MODE=token: {_TOKENS}"
-        raise ClusterError(
-            f"no Ray there: {_first_line(error)}", where=address, remedy=remedy
-        ) from error
+            # Somebody listens. That it wants a token, Ray says in its own output only.
+            what = f"what listens there does not let this process in: {_first_line(error)}"
+            remedy = (
+                "if it wants Ray's token (`ray start` may turn that on by itself: its output, or "
+                f'the driver\'s log, says "InvalidAuthToken"), {_TOKENS}; else {remedy}'
+            )
+        raise ClusterError(what, where=address, remedy=remedy) from error
 
 
 def knock(address: str) -> None:

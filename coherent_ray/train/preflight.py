@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import torch
 
+from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
@@ -21,7 +22,7 @@ from coherent_ray.data.plan import Plan
 from coherent_ray.errors import ConfigError, TaskError
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.probe import probe
-from coherent_ray.train import datasets, resumable
+from coherent_ray.train import claims, datasets, resumable
 from coherent_ray.train.identity import run_id_in
 from coherent_ray.train.roots import require_place
 from coherent_ray.train.session import total_updates
@@ -65,6 +66,7 @@ def check(config: Config) -> Preflight:
         ConfigError: The configuration cannot be run; or a subclass that says what is wrong.
         StorageError: The root cannot be written.
         LogDamaged: The root's commit log cannot be trusted.
+        ClaimRefused: The job is another than that of the generation to go on from.
         Damage: The latest generation is damaged, and ``checkpoint.on_damage`` is ``refuse``.
         NoGeneration: No published generation is whole.
     """
@@ -85,6 +87,9 @@ def check(config: Config) -> Preflight:
     plan = Plan(datasets.identity_of(config, dataset))
     updates = total_updates(config, plan.updates_per_epoch)
     found = resumable.find(storage, log, config.checkpoint.on_damage, updates)
+    if found.publish is not None and found.publish.update < updates:
+        # Every rank would say so, when the workers are up.
+        claims.check_job(config, Generations(storage, log).manifest(found.publish).header)
     return Preflight(
         run_id=run_id,
         updates=updates,

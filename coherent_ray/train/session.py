@@ -350,7 +350,7 @@ class Session:
         self.beacon.close()
         self.loader.close()
         try:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception | SystemExit):
                 self._vote_failed(error)
                 # It stays what it is. Its traceback does not cross processes; a note does.
                 if place := own_line(error):
@@ -393,14 +393,14 @@ class Session:
             self._abort(number, error)
             raise
 
-    def _vote_failed(self, error: Exception) -> None:
+    def _vote_failed(self, error: Exception | SystemExit) -> None:
         """Let the other ranks know that this one fails, unless they fail or know already."""
         update = self._update
         if update is None or update.voted or isinstance(error, PeerLost):
             return
         self._abort(update.number, error)
 
-    def _abort(self, number: int, error: Exception) -> None:
+    def _abort(self, number: int, error: Exception | SystemExit) -> None:
         try:
             self.reducer.begin(number)
             self.reducer.abort(in_words(error))
@@ -439,14 +439,14 @@ class Session:
         return usable(record, tensors, self.reducer.owned, plan, self.reducer.trainable)
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """Return an exception's type, text and notes, and the user's own line that it came from."""
     words = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     place = own_line(error)
     return f"{words} ({place})" if place else words
 
 
-def own_line(error: Exception) -> str:
+def own_line(error: BaseException) -> str:
     """Return the user's own line that a foreign exception came from; empty: there is none."""
     if isinstance(error, CoherentRayError):
         return ""

@@ -147,7 +147,7 @@ def call_factory(factory: str, args: Mapping[str, object], key: str) -> object:
         return target(**args)
     except CoherentRayError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"calling it failed with {type(error).__name__}: {error}",
             where=f"{key}: {factory}",
@@ -222,7 +222,7 @@ def _import(name: str, where: str) -> object:
             where=where,
             remedy=f"install {missing} in the workers' environment",
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise TaskError(
             f"importing {name} failed with {type(error).__name__}: {error}",
             where=where,

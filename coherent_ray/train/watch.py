@@ -158,11 +158,21 @@ class Watch:
             return
         self._slow_s = 2 * waited_s
         up = self._processes()
-        there = "their processes" if up is None else f"{up} of {self._cluster.workers} processes"
+        match up:
+            case None:
+                there = "their processes are waited for; each loads Ray and torch"
+            case 0:
+                there = "Ray Train's controller, or the first process, is waited for; each loads "
+                there += "Ray and torch"
+            case self._cluster.workers:
+                there = f"all {up} processes are up, and load Ray and torch"
+            case _:
+                there = (
+                    f"{up} of {self._cluster.workers} processes are up; each loads Ray and torch"
+                )
         yield (
-            f"the workers have been starting for {waited_s:.0f} s: "
-            f"{there} {'are waited for' if up is None else 'are up'}; each loads Ray and torch, "
-            "which takes long on an overloaded machine"
+            f"the workers have been starting for {waited_s:.0f} s: {there}, which takes long on an "
+            "overloaded machine"
         )
 
     def _grown(self, status: dict[str, Any]) -> bool:

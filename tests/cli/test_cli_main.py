@@ -224,6 +224,23 @@ def test_it_runs_as_a_module(published):
     assert len(json.loads(done.stdout)["generations"]) == 3
 
 
+def test_ctrl_c_while_it_loads_is_no_error():
+    program = """
+import runpy, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "coherent_ray.cli.diff":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupting())
+sys.argv[1:] = ["--help"]
+runpy.run_module("coherent_ray", run_name="__main__")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # --- output that goes nowhere ---------------------------------------------------------------------
 
 TELLING = [

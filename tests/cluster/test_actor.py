@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from coherent_ray.errors import ClusterError, ConfigError, LogDamaged, NotFound,
 from coherent_ray.storage import open_storage
 from coherent_ray.train import coordinators
 from coherent_ray.train.coordinators import answer
+from coherent_ray.train.identity import derived
 
 pytestmark = pytest.mark.usefixtures("ray_cluster")
 
@@ -117,6 +120,30 @@ def test_stop_is_for_good_even_if_the_actor_is_frozen(root: str) -> None:
     os.kill(answer(handle.ping.remote())["pid"], signal.SIGSTOP)
     assert coordinators.stop(RUN, timeout_s=2.0)
     assert coordinators.find(RUN) is None
+
+
+def test_one_that_does_not_start_in_time_is_not_left(root: str) -> None:
+    with pytest.raises(ClusterError, match=r"did not answer within 0\.001 s") as caught:
+        coordinators.connect(RUN, root, timeout_s=0.001)
+    assert caught.value.details == {"may_pass": True}, "the supervisor tries again"
+    until = time.monotonic() + 60.0
+    while coordinators.find(RUN) is not None:
+        assert time.monotonic() < until
+    handle = coordinators.connect(RUN, root)
+    with pytest.raises(ClusterError, match="did not answer"):
+        coordinators.connect(RUN, root, timeout_s=0.0)
+    assert answer(handle.ping.remote())["run_id"] == RUN, "one that was there is left alone"
+
+
+def test_the_command_stops_one_whose_workers_were_never_admitted(
+    ray_cluster: str, tmp_path: Path
+) -> None:
+    root = str(tmp_path / "run")
+    answer(coordinators.connect(derived(root), root).ping.remote())
+    words = [sys.executable, "-m", "coherent_ray", "stop", root, "--address", ray_cluster]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, check=False)
+    assert (done.returncode, "has ended" in done.stdout) == (0, True), done.stderr
+    assert coordinators.find(derived(root)) is None
 
 
 def test_stop_answers_those_who_wait(root: str) -> None:

@@ -15,6 +15,7 @@ from small_run import Left, config_for, flip, stop_at, train, values_for, write_
 
 from coherent_ray import config as config_
 from coherent_ray.errors import (
+    ClaimRefused,
     CoherentRayError,
     ConfigError,
     Damage,
@@ -36,6 +37,11 @@ def make_data(path: str, note: str = "") -> None:
     if not target.exists():
         write_data(target)
         target.with_suffix(".note").write_text(note)
+
+
+def leaves() -> None:
+    """A script that was written to be a program of its own."""
+    sys.exit(3)
 
 
 def fails(path: str) -> None:
@@ -62,6 +68,13 @@ def test_a_run_that_is_under_way_and_one_that_is_complete(tmp_path: Path) -> Non
     assert (found.done, found.updates, found.complete) == (6, 6, True)
     shorter = check(config_for(tmp_path, training__updates=5))
     assert shorter.complete
+
+
+def test_another_job_is_refused_before_anything_is_started(tmp_path: Path) -> None:
+    train(config_for(tmp_path), stop_at(3))
+    with pytest.raises(ClaimRefused, match=r"the job changed.*optimizer\.lr: 0\.\d+ -> 0\.5"):
+        check(config_for(tmp_path, optimizer__lr=0.5))
+    assert check(config_for(tmp_path, run__claim="statistical", optimizer__lr=0.5)).done == 3
 
 
 def test_epochs_are_counted_in_updates(tmp_path: Path) -> None:
@@ -104,11 +117,19 @@ def test_no_task(tmp_path: Path) -> None:
         ("small_run:Tyni", {}, "Tyni"),
         ("small_run:Tiny", {"hiden": 3}, "it has no argument 'hiden'"),
         ("small_run:flip", {}, "cannot be called"),
+        ("test_preflight:leaves", {}, "calling it failed with SystemExit: 3"),
+        ("leaving_module:Task", {}, "importing leaving_module failed with SystemExit: read --help"),
     ],
 )
 def test_a_task_that_is_wrong(
-    tmp_path: Path, factory: str, args: dict[str, Any], words: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    factory: str,
+    args: dict[str, Any],
+    words: str,
 ) -> None:
+    (tmp_path / "leaving_module.py").write_text("raise SystemExit('read --help')")
+    monkeypatch.syspath_prepend(tmp_path)
     error = refused(TaskError, tmp_path, task__factory=factory, task__args=args)
     assert words in error.what
     assert error.where.startswith("task.factory")
