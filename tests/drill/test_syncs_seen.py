@@ -189,3 +189,17 @@ def test_what_lies_in_a_directory_follows_its_new_name() -> None:
     assert not witness.named(Path("/r/final/b"))
     assert not witness.named(Path("/r/final")), "its new name was not synced"
     assert witness.synced(Path("/r/tmp/a")) is None
+
+
+def test_calls_with_one_path_are_taken_too() -> None:
+    trace = """\
+7 mkdir("/root/tmp", 0777) = 0
+7 creat("/root/tmp/file", 0600) = 3</root/tmp/file>
+7 unlink("/root/tmp/file") = 0
+7 rmdir("/root/tmp") = 0
+7 openat(AT_FDCWD</root>, "kept", O_WRONLY|O_CREAT, 0600) = 3</root/kept>
+7 fsync(4</root>) = 0
+"""
+    witness = Traced(trace)
+    assert witness.named(Path("/root/kept"))
+    assert not witness.named(Path("/root/tmp"))

@@ -233,7 +233,7 @@ class Traced:
 
     def _rename(self, call: str, words: list[str]) -> None:
         pairs = (
-            [words[0], words[1]] if call in {"link", "rename", "mkdir", "unlink", "rmdir"}
+            words[:2] if call in {"link", "rename", "mkdir", "unlink", "rmdir"}
             else [f"{words[at]}/{words[at + 1]}" for at in range(0, len(words) - 1, 2)]
         )  # fmt: skip
         if call.startswith("mkdir"):
