@@ -26,7 +26,7 @@ from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_
 from coherent_ray.commit.findings import Finding, read_findings
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
-from coherent_ray.commit.manifest import Manifest
+from coherent_ray.commit.manifest import GenerationHeader, Manifest
 from coherent_ray.commit.traces import look
 from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
@@ -65,13 +65,20 @@ class Row:
 
     @property
     def state(self) -> str:
-        """One word, or two."""
+        """Some words."""
         if self.damage:
             return "damaged"
         if self.info.retired:
             return "retired"
-        word = "latest" if self.info.latest else "published"
-        return f"{word}, pinned" if self.info.pinned else word
+        words = ["latest" if self.info.latest else "published"]
+        words += ["pinned"] if self.info.pinned else []
+        words += [f"in update {self.info.publish.update + 1:,}"] if self.mid_update else []
+        return ", ".join(words)
+
+    @property
+    def mid_update(self) -> bool | None:
+        """Whether it lies between two microbatches of an update; None: nobody knows."""
+        return self.manifest.header.mid_update if self.manifest else None
 
     def value(self) -> dict[str, Any]:
         """Return the row as JSON."""
@@ -81,6 +88,7 @@ class Row:
             "number": publish.number,
             "attempt": publish.attempt,
             "update": publish.update,
+            "mid_update": self.mid_update,
             "epoch": publish.epoch,
             "ranks": self.manifest.header.ranks if self.manifest else None,
             "size": _size(self) if self.manifest else None,
@@ -214,7 +222,7 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
     return [
         ("state", row.state),
         ("published", f"{at.astimezone():%Y-%m-%d %H:%M:%S}" if at else "-"),
-        ("update", f"{header.update:,}"),
+        ("update", f"{header.update:,}{_part(header)}"),
         ("epoch", f"{header.position.epoch:,}, {header.position.position:,} examples into it"),
         ("attempt", f"{header.attempt:,}"),
         ("claim", header.claim),
@@ -226,6 +234,10 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
         ("log record", record_path(row.info.seq)),
         ("last receipt", header.receipt_tip),
     ]
+
+
+def _part(header: GenerationHeader) -> str:
+    return f", and a part of update {header.update + 1:,}" if header.mid_update else ""
 
 
 def _scrubbed(storage: Storage, name: str) -> Finding | None:

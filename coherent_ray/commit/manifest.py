@@ -30,6 +30,8 @@ RECEIPTS_BYTES = 2**30
 #: Dimensions of a tensor; torch has no more either.
 _MOST_DIMENSIONS = 64
 _LIMIT = 2**63
+#: Where a generation's values tell what it holds of an update that was not done.
+PARTIAL = "partial"
 #: What a part of a tensor is called in a shard: no tensor may have such a name.
 _PART_NAME = re.compile(r".*\[[0-9]+:[0-9]+\]", re.DOTALL)
 
@@ -219,6 +221,11 @@ class GenerationHeader:
     def update(self) -> int:
         """Optimizer steps that are done."""
         return self.position.update
+
+    @property
+    def mid_update(self) -> bool:
+        """Whether it lies between two microbatches, and holds a part of the update that follows."""
+        return PARTIAL in self.values
 
     @property
     def directory(self) -> str:

@@ -24,14 +24,14 @@ from torch import Tensor
 
 from coherent_ray import canonical
 from coherent_ray.canonical import Json
-from coherent_ray.commit.manifest import Count, Positive, reason_of
+from coherent_ray.commit.manifest import PARTIAL, Count, Positive, reason_of
 from coherent_ray.errors import ManifestDamaged
 from coherent_ray.train.lanes import Subtree, holds
 from coherent_ray.train.receipts import HexFloat
 from coherent_ray.train.tally import LaneTally
 
 #: Where the record lies in a generation's values.
-KEY = "partial"
+KEY = PARTIAL
 _PREFIX = "partial/"
 _STRICT = ConfigDict(strict=True, extra="forbid")
 Lane = Annotated[int, Field(ge=0, lt=2**31)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import (
@@ -83,11 +84,13 @@ class Published:
         self.chain.published(update)
         return segment.record
 
-    def publish(self, update: int, ranks: int = 2, seed: int = 0) -> PublishBody:
+    def publish(
+        self, update: int, ranks: int = 2, seed: int = 0, values: dict[str, Any] | None = None
+    ) -> PublishBody:
         """Publish the next generation, with every file that it names."""
         self.number += 1
         receipts = self.train(update, seed)
-        header = self.header(update, ranks, receipts)
+        header = replace(self.header(update, ranks, receipts), values=values or {})
         shards = tuple(self.shard(header, rank) for rank in range(ranks))
         data = dump(Manifest(header, digest_of(b"state"), shards))
         body = PublishBody(

@@ -193,3 +193,15 @@ def test_reading_changes_nothing(call, published):
     for command in ("ls", "show", "verify", "receipts"):
         assert call(command, published.root).code == 0
     assert files() == before
+
+
+def test_a_generation_between_two_microbatches_is_marked(call, published):
+    published.publish(30, values={"partial": {"update": 31}})
+    rows = call("ls", published.root).out.splitlines()[2:]
+    assert rows[-1].endswith("latest, in update 31")
+    assert rows[-2].endswith("published")
+    told = call("ls", published.root, "--json").json["generations"]
+    assert [row["mid_update"] for row in told] == [False, False, False, True]
+    assert "30, and a part of update 31" in call("show", published.root).out
+    assert call("show", published.root, "--json").json["mid_update"] is True
+    assert call("show", f"{published.root}@g3", "--json").json["mid_update"] is False
