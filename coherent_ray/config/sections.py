@@ -171,6 +171,8 @@ class Training(Section):
     """Autocast precision of forward and backward; fp16 brings a gradient scaler."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """Largest norm of the gradient; null: no clipping."""
+    clip_value: Annotated[float, Field(gt=0)] | None = None
+    """Largest magnitude of each item of the gradient, before clip_norm; null: no clipping."""
     on_nonfinite: Literal["stop", "go_on"] = "stop"
     """What a NaN or an infinity in the loss or the gradient does. stop: the run ends before the
     step, and its latest generation is from before it. go_on: the step is taken, and it is told."""

@@ -8,6 +8,7 @@ and shape first and changes something only when all fit, so a refusal leaves the
 |---|---|
 | ``model/<name>`` | parameters and persistent buffers; tied ones once, under their first name |
 | ``optimizer/<parameter>/<key>`` | state of that parameter, by its name, never by its position |
+| ``average/<name>`` | of the averaged model, where there is one: like the model's |
 
 Buffers that are not persistent are derived by declaration, and not stored.
 """
@@ -41,6 +42,8 @@ from coherent_ray.state.values import decode, encode
 
 #: Before the names of a model's tensors in the flat state.
 MODEL = "model/"
+#: Before the names of an averaged model's.
+AVERAGE = "average/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,9 @@ def capture(
     scheduler: LRScheduler | None = None,
     scaler: GradScaler | None = None,
     extra: Mapping[str, object] | None = None,
+    *,
+    average: nn.Module | None = None,
+    first_groups: int | None = None,
 ) -> State:
     """Return the whole state of a job, between two updates.
 
@@ -70,20 +76,28 @@ def capture(
         scheduler: Anything with ``state_dict`` and ``load_state_dict``, `ReduceLROnPlateau` too.
         scaler: Must have been updated since its last step.
         extra: Values of the caller's own; see `coherent_ray.state.values` for what can be stored.
+        average: A model of averaged weights, as torch's ``AveragedModel``.
+        first_groups: How many parameter groups the optimizer began with; None: all that it has.
 
     Raises:
         TaskError: Something cannot be stored exactly; names its place.
     """
     model = plain(model)
-    tensors = {MODEL + name: tensor for name, tensor in _model_tensors(model)}
+    tensors = {MODEL + name: tensor for name, tensor in model_tensors(model)}
     values: dict[str, Json] = {"model": _extra_states(model)}
     values["optimizer"] = None
     if optimizer is not None:
-        moments, values["optimizer"] = capture_optimizer(optimizer, _parameter_names(model))
+        moments, values["optimizer"] = capture_optimizer(
+            optimizer, _parameter_names(model), first_groups
+        )
         tensors |= moments
     values["scheduler"] = _value(scheduler, "scheduler")
     values["scaler"] = _value(scaler, "scaler")
     values["extra"] = encode(dict(extra or {}), "extra")
+    if average is not None:
+        tensors |= {AVERAGE + name: tensor for name, tensor in model_tensors(average)}
+        kind = type(average).__qualname__
+        values["average"] = {"kind": kind, "modules": _extra_states(average)}
     return State(tensors, values)
 
 
@@ -94,6 +108,7 @@ def restore(  # noqa: PLR0917 - one for each part of a job
     optimizer: Optimizer | None = None,
     scheduler: LRScheduler | None = None,
     scaler: GradScaler | None = None,
+    average: nn.Module | None = None,
 ) -> dict[str, Any]:
     """Give a job the state that was captured, so that its next update is the one that followed.
 
@@ -107,6 +122,7 @@ def restore(  # noqa: PLR0917 - one for each part of a job
         optimizer: None exactly where it was None.
         scheduler: None exactly where it was None.
         scaler: None exactly where it was None.
+        average: None exactly where it was None.
 
     Returns:
         The caller's own values that `capture` was given as `extra`.
@@ -117,14 +133,16 @@ def restore(  # noqa: PLR0917 - one for each part of a job
     """
     model = plain(model)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    for name, part in parts.items():
+    for name, part in [*parts.items(), ("average", average)]:
         _check_part(name, values.get(name), part)
     names = _parameter_names(model)
     if optimizer is not None:
         check_optimizer(optimizer, values["optimizer"], names)
-    _check_names(tensors, values, dict(_model_tensors(model)))
+    _check_names(tensors, values, _live_tensors(model, average))
     _check_scaler(values.get("scaler"), scaler)
-    _restore_model(model, tensors, values["model"])
+    _restore_model(model, tensors, values["model"], MODEL)
+    if average is not None:
+        _restore_model(average, tensors, values["average"]["modules"], AVERAGE)
     if optimizer is not None:
         restore_optimizer(optimizer, values["optimizer"], tensors, names)
     for name in ("scheduler", "scaler"):
@@ -139,7 +157,7 @@ def state_spec(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises:
         TaskError: A tensor cannot be stored.
     """
-    specs = [spec_of(MODEL + name, tensor) for name, tensor in _model_tensors(plain(model))]
+    specs = [spec_of(MODEL + name, tensor) for name, tensor in model_tensors(plain(model))]
     return {spec.name: (spec.dtype, spec.shape) for spec in specs}
 
 
@@ -200,7 +218,7 @@ def _parameter_names(model: nn.Module) -> dict[torch.Tensor, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def _model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield parameters, then persistent buffers; what is there under two names comes once."""
     yield from model.named_parameters()
     seen: set[torch.Tensor] = set()
@@ -260,9 +278,8 @@ def _check_scaler(stored: Json, scaler: GradScaler | None) -> None:
 def _check_names(
     tensors: Mapping[str, torch.Tensor],
     values: Mapping[str, Json],
-    model: Mapping[str, torch.Tensor],
+    live: Mapping[str, torch.Tensor],
 ) -> None:
-    live = {MODEL + name: tensor for name, tensor in model.items()}
     for name, tensor in live.items():
         stored = tensors.get(name)
         if stored is None or stored.shape != tensor.shape or stored.dtype != tensor.dtype:
@@ -274,10 +291,19 @@ def _check_names(
         raise mismatch(name, describe(tensors[name]), "missing")
 
 
+def _live_tensors(model: nn.Module, average: nn.Module | None) -> dict[str, torch.Tensor]:
+    live = {MODEL + name: tensor for name, tensor in model_tensors(model)}
+    if average is not None:
+        live |= {AVERAGE + name: tensor for name, tensor in model_tensors(average)}
+    return live
+
+
 @torch.no_grad()
-def _restore_model(model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Json) -> None:
-    for name, tensor in _model_tensors(model):
-        tensor.copy_(tensors[MODEL + name])
+def _restore_model(
+    model: nn.Module, tensors: Mapping[str, torch.Tensor], stored: Json, prefix: str
+) -> None:
+    for name, tensor in model_tensors(model):
+        tensor.copy_(tensors[prefix + name])
     for name, module in _stateful_modules(model):
         if name in stored:
             module.set_extra_state(decode(stored[name]))

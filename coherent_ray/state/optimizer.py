@@ -5,10 +5,14 @@
 state tensor has a name of its own in the flat state (``optimizer/<parameter>/<key>``), and what
 else there is stands in the manifest. State that does not exist yet is stored as absent, and comes
 back absent: the optimizer then makes it in its next step, as it would have.
+
+A group that was added while the job ran comes back by itself, and its parameters train or not as
+they did then: a new process makes only the groups that the job began with.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
@@ -24,23 +28,27 @@ _PARAMETER: Json = {"$state": "parameter"}
 _HOST: Json = {"$state": "host"}
 #: Entries of a parameter group that are not settings.
 _NOT_SETTINGS = frozenset({"params", "param_names"})
+#: How many groups a job began with, where more were added.
+_FIRST = "first_groups"
 
 
 def capture_optimizer(
-    optimizer: Optimizer, names: Mapping[torch.Tensor, str]
+    optimizer: Optimizer, names: Mapping[torch.Tensor, str], first_groups: int | None = None
 ) -> tuple[dict[str, torch.Tensor], Json]:
     """Return an optimizer's state tensors by name, not copied, and everything else as JSON.
 
     Args:
         optimizer: Any optimizer whose state lies in `state` and `param_groups`.
         names: The model's name of each parameter.
+        first_groups: How many parameter groups the job began with; None: all that there are.
 
     Raises:
         TaskError: A parameter is not the model's, or a value cannot be stored exactly.
     """
     _refuse_other_state(optimizer)
     tensors: dict[str, torch.Tensor] = {}
-    groups, state = [], {}
+    groups: list[dict[str, Json]] = []
+    state: dict[str, Json] = {}
     for index, group in enumerate(optimizer.param_groups):
         members = [_name(parameter, names, index) for parameter in group["params"]]
         settings = {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
@@ -54,7 +62,35 @@ def capture_optimizer(
             tensors |= {
                 tensor_name(name, key): entries[key] for key, form in forms.items() if _stored(form)
             }
-    return tensors, {"kind": type(optimizer).__qualname__, "groups": groups, "state": state}
+    values: dict[str, Json] = {
+        "kind": type(optimizer).__qualname__,
+        "groups": groups,
+        "state": state,
+    }
+    if first_groups is not None and first_groups < len(groups):
+        values[_FIRST] = first_groups
+        for form, group in zip(
+            groups[first_groups:], optimizer.param_groups[first_groups:], strict=True
+        ):
+            form["trainable"] = [parameter.requires_grad for parameter in group["params"]]
+    return tensors, values
+
+
+def require_plain_step(optimizer: Optimizer) -> None:
+    """Return if an optimizer's step needs nothing but gradients.
+
+    Raises:
+        TaskError: It evaluates the model again by a closure, which only knows one rank's batch.
+    """
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        raise TaskError(
+            f"{type(optimizer).__qualname__}.step() needs an argument: a closure that evaluates "
+            "the model again would see this rank's part of the batch alone",
+            where="optimizer",
+            remedy="Use an optimizer that steps by the gradients that are there.",
+        ) from None
 
 
 def tensor_name(parameter: str, key: str) -> str:
@@ -81,9 +117,11 @@ def check_optimizer(optimizer: Optimizer, stored: Json, names: Mapping[torch.Ten
         raise _mismatch("optimizer", stored["kind"], kind)
     live = [[_name(p, names, i) for p in g["params"]] for i, g in enumerate(optimizer.param_groups)]
     kept = [group["parameters"] for group in stored["groups"]]
-    if len(live) != len(kept):
-        raise _mismatch("optimizer.param_groups", f"{len(kept)} groups", f"{len(live)} groups")
-    for index, (ours, theirs) in enumerate(zip(live, kept, strict=True)):
+    first = stored.get(_FIRST, len(kept))
+    if len(live) != first:
+        raise _mismatch("optimizer.param_groups", f"{first} groups", f"{len(live)} groups")
+    _check_added(kept[first:], {*names.values()} - {name for group in live for name in group})
+    for index, (ours, theirs) in enumerate(zip(live, kept[:first], strict=True)):
         where = f"optimizer.param_groups.{index}"
         if len(ours) != len(theirs):
             raise _mismatch(where, f"{len(theirs)} parameters", f"{len(ours)} parameters")
@@ -107,6 +145,7 @@ def restore_optimizer(
         tensors: All state tensors by their names; they are copied.
         names: The model's name of each parameter.
     """
+    _add_groups(optimizer, stored["groups"], names)
     for group, kept in zip(optimizer.param_groups, stored["groups"], strict=True):
         for key, value in decode(kept["settings"]).items():
             _set(group, key, value)
@@ -124,6 +163,27 @@ def restore_optimizer(
                     )
                     for key, form in forms.items()
                 }
+
+
+def _check_added(groups: list[list[str]], free: set[str]) -> None:
+    """Check that groups which were added later can be added again."""
+    for members in groups:
+        for name in members:
+            if name not in free:
+                raise _mismatch("optimizer.param_groups", f"{name} in a later group", "none free")
+            free.remove(name)
+
+
+def _add_groups(
+    optimizer: Optimizer, groups: list[Json], names: Mapping[torch.Tensor, str]
+) -> None:
+    """Add the groups that the job added while it ran."""
+    by_name = {name: parameter for parameter, name in names.items()}
+    for kept in groups[len(optimizer.param_groups) :]:
+        parameters = [by_name[name] for name in kept["parameters"]]
+        for parameter, trainable in zip(parameters, kept["trainable"], strict=True):
+            parameter.requires_grad_(trainable)
+        optimizer.add_param_group({"params": parameters})
 
 
 def _form(

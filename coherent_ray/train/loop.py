@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from coherent_ray import config as config_
 from coherent_ray.config import Config
@@ -18,7 +19,7 @@ from coherent_ray.errors import ConfigError
 from coherent_ray.train import losses
 from coherent_ray.train.admit import build_model, current
 from coherent_ray.train.session import Session, session
-from coherent_ray.train.task import Task, WithOptimizer, WithScheduler
+from coherent_ray.train.task import Task, WithAverage, WithOptimizer, WithScheduler
 
 
 def train(values: dict[str, Any]) -> None:
@@ -34,7 +35,8 @@ def train(values: dict[str, Any]) -> None:
     with session(config_.build(values)) as run:
         model = take_model(task, run)
         optimizer = make_optimizer(task, model, run.config)
-        run.track(model, optimizer, make_scheduler(task, optimizer, run.updates_total))
+        scheduler = make_scheduler(task, optimizer, run.updates_total)
+        run.track(model, optimizer, scheduler, average=make_average(task, model))
         for update in run.updates():
             for micro in update.microbatches():
                 loss_sum, count = losses.pair_of(task.loss(run.model, micro.batch), task.loss)
@@ -71,3 +73,10 @@ def make_scheduler(task: Task, optimizer: Optimizer, updates: int) -> LRSchedule
     if not hasattr(task, "configure_scheduler"):
         return None
     return cast(WithScheduler, task).configure_scheduler(optimizer, updates)
+
+
+def make_average(task: Task, model: nn.Module) -> AveragedModel | None:
+    """Return the task's average of the model's weights; None where it keeps none."""
+    if not hasattr(task, "configure_average"):
+        return None
+    return cast(WithAverage, task).configure_average(model)

@@ -35,11 +35,14 @@ def recipe_of(config: Config, code: Code = NO_CODE) -> dict[str, str]:
 
 
 def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Return one line for each setting that differs, ``key: stored -> now``."""
+    """Return one line for each setting that differs, ``key: stored -> now``.
+
+    A setting that an older version did not know yet is one that was not made.
+    """
     return [
         f"{key}: {stored.get(key, 'absent')} -> {now.get(key, 'absent')}"
         for key in sorted(stored.keys() | now.keys())
-        if stored.get(key) != now.get(key)
+        if stored.get(key, "null") != now.get(key, "null")
     ]
 
 

@@ -50,7 +50,8 @@ def take_over(
         One line for each setting that changed, and for each that could not be changed.
     """
     notes = []
-    for index, (group, begin) in enumerate(zip(optimizer.param_groups, begins, strict=True)):
+    # Groups that were added later have no other beginning.
+    for index, (group, begin) in enumerate(zip(optimizer.param_groups, begins, strict=False)):
         where = f"optimizer.param_groups.{index}"
         for key in sorted(begin.keys() - _RATES):
             if key in _MOMENTA and _CYCLES & begin.keys():

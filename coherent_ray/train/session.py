@@ -29,6 +29,7 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 import coherent_ray
 from coherent_ray.config import Config
@@ -54,6 +55,7 @@ from coherent_ray.state.capture import (
     state_spec,
 )
 from coherent_ray.state.layout import layout_of
+from coherent_ray.state.optimizer import require_plain_step
 from coherent_ray.train import agreement, datasets, finite, hooks, resettings
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
@@ -136,6 +138,7 @@ class Session:
         self.stopped = False
         """Whether the run was asked to stop, and has."""
         self._leaves = False
+        self._unproven = True
         self._before: Usable | None = None
         self._model: nn.Module | None = None
         self._update: Update | None = None
@@ -163,6 +166,7 @@ class Session:
         optimizer: Optimizer,
         scheduler: LRScheduler | None = None,
         scaler: GradScaler | None = None,
+        average: AveragedModel | None = None,
     ) -> None:
         """Say what is trained; gives it the state of the generation to resume from.
 
@@ -171,13 +175,18 @@ class Session:
             optimizer: Of the model's parameters.
             scheduler: Takes one step after each update.
             scaler: None: one is made where the precision is fp16.
+            average: Of the model's weights; takes them in after each update that is not skipped.
 
         Raises:
             StateMismatch: It does not fit the stored state, or the ranks differ.
+            TaskError: It cannot be stored exactly, or the optimizer's step needs a closure.
         """
+        require_plain_step(optimizer)
         self._model = model
         self.optimizer = optimizer
         self.scheduler = scheduler
+        self.average = average
+        self._first_groups = len(optimizer.param_groups)
         if scaler is None and self.config.training.precision == "fp16":
             scaler = GradScaler(self.device.type)
         self.scaler = scaler
@@ -187,7 +196,9 @@ class Session:
             # It has no scale before its first use, and this rank's first update may have no
             # microbatch.
             scaler.scale(torch.zeros((), device=self.device))
-        agreement.check_same_start(self.capture(), self.rank, self.ranks, self.device)
+        state = self.capture()
+        layout_of(state.tensors)  # what cannot be stored is refused now, and not at the first save
+        agreement.check_same_start(state, self.rank, self.ranks, self.device)
         inner = plain(model)
         self.reducer = LaneReducer(
             list(inner.named_parameters()), self.config.data.lanes, self.rank, self.ranks
@@ -229,7 +240,14 @@ class Session:
                 would build it as it was, and could not take this state.
         """
         check_unchanged(self._spec, state_spec(self.model))
-        return capture(self.model, self.optimizer, self.scheduler, self.scaler)
+        return capture(
+            self.model,
+            self.optimizer,
+            self.scheduler,
+            self.scaler,
+            average=self.average,
+            first_groups=self._first_groups,
+        )
 
     # --- what an update uses ----------------------------------------------------------------------
 
@@ -244,6 +262,10 @@ class Session:
         reach(self._hook, "update", number)
         self.position = self.plan.after(number)
         self._line.settle(reduced.tokens)
+        if self._unproven and self.optimizer.state:
+            # Optimizers make their state in their first step: it is refused there, if it must be.
+            layout_of(self.capture().tensors)
+            self._unproven = False
         self.stopped = bool(wishes & WISH_STOP)
         ended = self.stopped or number == self.updates_total
         self._leaves = bool(wishes & WISH_LEAVE) and not ended
@@ -426,7 +448,8 @@ class Session:
             stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
             state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
         begins = resettings.settings_of(self.optimizer)
-        restore(state, header.values, self.model, self.optimizer, self.scheduler, self.scaler)
+        parts = (self.optimizer, self.scheduler, self.scaler, self.average)
+        restore(state, header.values, self.model, *parts)
         changed = differences(header.recipe, recipe_of(self.config, admitted.code))
         if any(line.startswith(("optimizer.", "task.", CODE)) for line in changed):
             # Only the claim statistical lets a job go on that has changed.

@@ -20,6 +20,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from coherent_ray.data.columns import Rows
 from coherent_ray.errors import CoherentRayError, TaskError
@@ -77,9 +78,20 @@ class WithScheduler(Protocol):
         """
 
 
+class WithAverage(Protocol):
+    """A task that keeps an average of the model's weights, besides the model."""
+
+    def configure_average(self, model: nn.Module) -> AveragedModel:
+        """Return the averaged model; it takes in the weights after each update.
+
+        Args:
+            model: The model that is trained, on its device.
+        """
+
+
 #: Methods of the protocol, with the number of arguments each is called with.
 _REQUIRED = {"build_model": 0, "collate": 1, "loss": 2}
-_OPTIONAL = {"configure_optimizer": 1, "configure_scheduler": 2}
+_OPTIONAL = {"configure_optimizer": 1, "configure_scheduler": 2, "configure_average": 1}
 
 
 def load_task(factory: str, args: Mapping[str, object]) -> Task:

@@ -7,14 +7,14 @@ of its batch is the lane's, and its randomness is keyed by (seed, update, lane, 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from coherent_ray.data.loader import LoadedUpdate
 from coherent_ray.errors import TaskError, TrainingFailed
@@ -255,6 +255,8 @@ class Update:
         skipped = bool(scaler) and scaler.get_scale() < before if scaler else False
         if session.scheduler is not None and not skipped:
             _step_scheduler(session.scheduler, reduced.loss_sum / reduced.count)
+        if session.average is not None and not skipped:
+            session.average.update_parameters(session.model)
         return skipped
 
     def _require_finite(self, reduced: Reduced) -> None:
@@ -273,11 +275,14 @@ class Update:
 
     def _clip(self) -> float:
         parameters = [p for p in self._session.model.parameters() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        limit = self._session.config.training.clip_norm
-        if limit is not None:
-            clip_grads_with_norm_(parameters, limit, norm)
-        return float(norm)
+        before = norm = _norm_of(parameters)
+        training = self._session.config.training
+        if training.clip_value is not None:
+            clip_grad_value_(parameters, training.clip_value)
+            norm = _norm_of(parameters) if training.clip_norm is not None else norm
+        if training.clip_norm is not None:
+            clip_grads_with_norm_(parameters, training.clip_norm, norm)
+        return float(before)
 
     def _autocast(self) -> torch.autocast:
         dtype = _PRECISIONS.get(self._session.config.training.precision)
@@ -306,6 +311,10 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+def _norm_of(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return get_total_norm([p.grad for p in parameters if p.grad is not None])
 
 
 def _step_scheduler(scheduler: Any, loss: float) -> None:

@@ -390,3 +390,61 @@ def test_a_scheduler_that_keeps_a_function_is_refused_with_its_place():
     job = Job(OPTIMIZERS["sgd"], lambda o: lrs.ChainedScheduler([Odd(o, lambda e: 1.0)]))
     with pytest.raises(TaskError, match=r"scheduler._schedulers.0.f.0 \(builtins"):
         capture(*job.parts)
+
+
+# --- groups that are added later ------------------------------------------------------------------
+
+
+def grown(job):
+    """Thaw a frozen parameter in the middle of a run, and train it, as a group of its own."""
+    job.model.frozen.requires_grad_(True)
+    job.optimizer.add_param_group({"params": [job.model.frozen], "lr": 0.5, "betas": (0.5, 0.6)})
+    return job
+
+
+def without_frozen(groups):
+    model_groups = [{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups]
+    return optim.AdamW(model_groups, lr=1e-2)
+
+
+def stored_grown():
+    job = grown(Job(without_frozen))
+    job.update(0)
+    job.model.frozen.square().sum().backward()
+    job.optimizer.step()
+    state = capture(*job.parts, first_groups=2)
+    return {n: t.clone() for n, t in state.tensors.items()}, state.values
+
+
+def test_a_group_that_was_added_comes_back_and_its_parameters_train_as_they_did():
+    tensors, values = stored_grown()
+    assert values["optimizer"]["first_groups"] == 2
+    fresh = Job(without_frozen)
+    assert not fresh.model.frozen.requires_grad
+    restore(tensors, values, *fresh.parts)
+    assert fresh.model.frozen.requires_grad
+    added = fresh.optimizer.param_groups[2]
+    assert (added["lr"], added["betas"]) == (0.5, (0.5, 0.6))
+    assert added["params"] == [fresh.model.frozen]
+    again = capture(*fresh.parts, first_groups=2)
+    assert_same(again.tensors, tensors)
+    assert again.values == values
+
+
+def test_a_job_that_begins_with_other_groups_than_then_is_refused():
+    tensors, values = stored_grown()
+    with pytest.raises(StateMismatch, match="stored is 2 groups, the running job has 3 groups"):
+        restore(tensors, values, *grown(Job(without_frozen)).parts)
+    other = Job(lambda groups: optim.AdamW(groups[:1]))
+    with pytest.raises(StateMismatch, match="stored is 2 groups, the running job has 1 groups"):
+        restore(tensors, values, *other.parts)
+
+
+def test_a_later_group_whose_parameter_the_job_has_elsewhere_is_refused():
+    tensors, values = stored_grown()
+    values = copy.deepcopy(values)
+    values["optimizer"]["groups"][2]["parameters"] = ["late"]
+    job = Job(without_frozen)
+    with pytest.raises(StateMismatch, match="late in a later group"):
+        restore(tensors, values, *job.parts)
+    assert len(job.optimizer.param_groups) == 2

@@ -166,7 +166,8 @@ def _train(rank: Rank, admitted: Admitted, together: Together, look: Look | None
     try:
         with rank.session as run:
             optimizer = loop.make_optimizer(task, model.train(), run.config)
-            run.track(model, optimizer, loop.make_scheduler(task, optimizer, run.updates_total))
+            scheduler = loop.make_scheduler(task, optimizer, run.updates_total)
+            run.track(model, optimizer, scheduler, average=loop.make_average(task, model))
             for update in run.updates():
                 for micro in update.microbatches():
                     update.backward(*task.loss(run.model, micro.batch))
