@@ -9,11 +9,11 @@ append before its time does not type-check. What ranks disagree about is decided
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from coherent_ray.commit.events import Key
-from coherent_ray.commit.fates import Fate, Kind, name_ranks
+from coherent_ray.commit.fates import Fate, Kind, against, groups_of, name_ranks
 from coherent_ray.commit.manifest import (
     Acknowledgement,
     GenerationHeader,
@@ -228,10 +228,10 @@ class Staged:
                 f"{name_ranks(short)} did not send one fingerprint for each of {tensors} tensors"
             )
         prints = {rank: (v.fingerprint, v.tensors) for rank, v in self.votes.items()}
-        groups = _groups(prints)
+        groups = groups_of(prints)
         if len(groups) > 1:
             return self._diverged_state(groups, header)
-        groups = _groups({rank: v.header_digest for rank, v in self.votes.items()})
+        groups = groups_of({rank: v.header_digest for rank, v in self.votes.items()})
         if len(groups) > 1:
             return self._diverged_header(groups)
         return None
@@ -249,7 +249,7 @@ class Staged:
         first = f"the first tensor that differs is {tensor!r}" if tensor else "no tensor differs"
         return self._fate(
             "diverged",
-            f"{_against(groups, 'state')}; {first}",
+            f"{against(groups, 'state')}; {first}",
             ranks=odd,
             groups=groups,
             tensor=tensor,
@@ -259,7 +259,7 @@ class Staged:
     def _diverged_header(self, groups: list[list[int]]) -> Fate:
         return self._fate(
             "diverged",
-            f"{_against(groups, 'header')} (position, plan, values, environment or receipts)",
+            f"{against(groups, 'header')} (position, plan, values, environment or receipts)",
             ranks=sorted(rank for group in groups[1:] for rank in group),
             groups=groups,
             header_digests=[self.votes[group[0]].header_digest for group in groups],
@@ -289,22 +289,6 @@ def quoted(problems: Sequence[str]) -> str:
     """Return a fate's sentence of several problems: the first ones, and how many there are."""
     more = len(problems) - QUOTED_PROBLEMS
     return "; ".join(problems[:QUOTED_PROBLEMS]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _groups(values: Mapping[int, object]) -> list[list[int]]:
-    """Return the ranks that say the same, the largest group first; rank 0's first among equals."""
-    by_value: dict[object, list[int]] = {}
-    for rank in sorted(values):
-        by_value.setdefault(values[rank], []).append(rank)
-    return sorted(by_value.values(), key=lambda group: (-len(group), group[0]))
-
-
-def _against(groups: list[list[int]], thing: str) -> str:
-    odd = sorted(rank for group in groups[1:] for rank in group)
-    verb = "has" if len(odd) == 1 else "have"
-    # With no majority nobody can say which side is right, and the sentence must not.
-    tie = ", and neither is a majority" if len(groups[0]) == len(groups[1]) else ""
-    return f"{name_ranks(odd)} {verb} another {thing} than {name_ranks(groups[0])}{tie}"
 
 
 def _first_line(error: ValueError) -> str:

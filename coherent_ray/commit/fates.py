@@ -6,7 +6,7 @@ becomes an error only where somebody asks for it (`Fate.raise_for_error`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -100,3 +100,20 @@ def name_ranks(ranks: Sequence[int]) -> str:
         shown = ", ".join(str(rank) for rank in ranks[:NAMED_RANKS])
         return f"ranks {shown} and {len(ranks) - NAMED_RANKS} more"
     return f"ranks {', '.join(str(rank) for rank in ranks[:-1])} and {ranks[-1]}"
+
+
+def groups_of(values: Mapping[int, object]) -> list[list[int]]:
+    """Return the ranks that say the same, the largest group first; rank 0's first among equals."""
+    by_value: dict[object, list[int]] = {}
+    for rank in sorted(values):
+        by_value.setdefault(values[rank], []).append(rank)
+    return sorted(by_value.values(), key=lambda group: (-len(group), group[0]))
+
+
+def against(groups: list[list[int]], thing: str) -> str:
+    """Return who differs from whom, as words; of groups that do not agree."""
+    odd = sorted(rank for group in groups[1:] for rank in group)
+    verb = "has" if len(odd) == 1 else "have"
+    # With no majority nobody can say which side is right, and the sentence must not.
+    tie = ", and neither is a majority" if len(groups[0]) == len(groups[1]) else ""
+    return f"{name_ranks(odd)} {verb} another {thing} than {name_ranks(groups[0])}{tie}"

@@ -226,6 +226,14 @@ class Checkpoint(Section):
     storage_timeout_s: Seconds = 300.0
     """Seconds that the storage may owe a save the answer to one call: then the save fails, and
     training goes on."""
+    check_replicas_every_updates: Positive | None = None
+    """Updates between two comparisons of the workers' whole states; each save makes one anyway, and
+    names the first tensor that differs. null: at saves only."""
+    on_divergence: Literal["refuse", "heal"] = "refuse"
+    """What workers whose states differ do. refuse: the run ends. heal: the workers start again from
+    the last good generation."""
+    max_divergences: Positive = 3
+    """Divergences that heal survives, in one driver's life; the next one ends the run."""
     keep: Positive | None = None
     """Newest whole generations to keep; older ones are deleted behind each publish. null: all."""
     keep_every: Positive | None = None

@@ -2,6 +2,10 @@
 
 Admission compares what can be known without a model. A training function of the user's own brings
 its model later, so its first collective is this one: 32 bytes a rank, compared by every rank.
+
+The same comparison finds, while it trains, a rank whose state has silently become another: a bit
+that flipped, a faulty kernel. Each save makes it through the acknowledgements; `check_replicas`
+makes it where no save is due. Only in updates where it is asked for: no other one sends anything.
 """
 
 from __future__ import annotations
@@ -12,9 +16,9 @@ import torch
 
 from coherent_ray import canonical
 from coherent_ray.commit import manifest as records
-from coherent_ray.commit.fates import name_ranks
+from coherent_ray.commit.fates import against, groups_of, name_ranks
 from coherent_ray.digests import digest_of
-from coherent_ray.errors import StateMismatch
+from coherent_ray.errors import ReplicaDiverged, StateMismatch
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import Fingerprint, fingerprint
 from coherent_ray.state.layout import layout_of
@@ -49,6 +53,46 @@ def check_same_start(state: State, rank: int, ranks: int, device: torch.device) 
     if len(set(wholes)) > 1:
         name = _first_difference(prints, [t.name for t in layout.tensors], ranks, device)
         raise _mismatch(_minority(wholes), f"another value of {name} than the other ranks")
+
+
+def check_replicas(state: State, update: int, rank: int, ranks: int, device: torch.device) -> None:
+    """Return if every rank still holds the same state.
+
+    Args:
+        state: This rank's, after an update.
+        update: The update.
+        rank: This rank.
+        ranks: Number of ranks; at 1 nothing is compared.
+        device: Where collectives run.
+
+    Raises:
+        ReplicaDiverged: A rank's state differs; names the ranks and the first tensor.
+        PeerLost: Another rank is gone.
+    """
+    if ranks == 1:
+        return
+    layout = layout_of(state.tensors)
+    prints = fingerprint(layout, state.tensors)
+    values = digest_of(records.dump(layout) + canonical.dump(state.values))
+    seen = _gather(_raw(prints.digest) + _raw(values), ranks, device)
+    wholes = [row[:_DIGEST_BYTES] for row in seen]
+    if len(set(wholes)) > 1:
+        name = _first_difference(prints, [t.name for t in layout.tensors], ranks, device)
+        raise _diverged(wholes, update, name)
+    if len(set(seen)) > 1:
+        raise _diverged(seen, update, None)
+
+
+def _diverged(seen: list[bytes], update: int, tensor: str | None) -> ReplicaDiverged:
+    groups = groups_of(dict(enumerate(seen)))
+    odd = sorted(rank for group in groups[1:] for rank in group)
+    first = f"the first tensor that differs is {tensor!r}" if tensor else "no tensor differs"
+    return ReplicaDiverged(
+        f"{against(groups, 'state')} after update {update}; {first}",
+        where=f"update {update}",
+        remedy="resume from the last published generation; look at the ranks named here",
+        details={"ranks": odd, "groups": groups, "tensor": tensor, "update": update},
+    )
 
 
 def _first_difference(

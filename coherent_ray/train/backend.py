@@ -28,7 +28,13 @@ from ray.train.v2._internal.exceptions import RayTrainError
 from coherent_ray import config as config_
 from coherent_ray.commit.fates import name_ranks
 from coherent_ray.config import Config
-from coherent_ray.errors import AdmissionTimeout, CoherentRayError, PeerLost, TrainingFailed
+from coherent_ray.errors import (
+    AdmissionTimeout,
+    CoherentRayError,
+    PeerLost,
+    ReplicaDiverged,
+    TrainingFailed,
+)
 from coherent_ray.train import coordinators, deaths, ownership
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Request, take_ticket
@@ -150,17 +156,22 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
     is worth a restart; an exception of the task or a refusal is not. What is raised here reaches
     ``fit`` as its error. The others are counted, and told to the coordinator, so that whoever
     watches sees who died; a group that left, or lost a node that was reclaimed, by itself.
+
+    States that diverged are fatal too, unless the configuration heals them: then the group starts
+    again from the last good generation, some times.
     """
 
     def __init__(self, config: Config | None = None) -> None:
         """Make the callback; ``config``: the run whose coordinator to tell, None: nobody's."""
         self._config = config
-        self._count = self._taken = 0
+        self._count = self._taken = self._diverged = 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
         """Raise the first fatal error, by rank."""
+        healed = self._heal(worker_exceptions)
         for rank in sorted(worker_exceptions):
-            raise_if_fatal(rank, worker_exceptions[rank])
+            if not (healed and _divergence(worker_exceptions[rank])):
+                raise_if_fatal(rank, worker_exceptions[rank])
         # As Ray counts: one rank that had to go explains what the others raise about it.
         if any(deaths.is_taken(error) for error in worker_exceptions.values()):
             self._taken += 1
@@ -170,8 +181,37 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
             with contextlib.suppress(RayError, CoherentRayError):
                 handle = coordinators.find(run_id_of(self._config))
                 if handle is not None:
-                    words = deaths.in_words(worker_exceptions)
+                    words = healed or deaths.in_words(worker_exceptions)
                     handle.failed.remote(self._count, words, self._taken)
+
+    def _heal(self, errors: dict[int, Exception]) -> str:
+        """Return what is told of states that diverged and are healed; empty: none are.
+
+        Raises:
+            ReplicaDiverged: They have diverged more often than the configuration allows.
+        """
+        found = next((e for _, error in sorted(errors.items()) if (e := _divergence(error))), None)
+        if found is None or self._config is None:
+            return ""
+        checkpoint = self._config.checkpoint
+        if checkpoint.on_divergence == "refuse":
+            return ""
+        self._diverged += 1
+        if self._diverged > checkpoint.max_divergences:
+            raise ReplicaDiverged(
+                f"the workers' states have diverged {self._diverged} times, one more than "
+                f"checkpoint.max_divergences allows; the last time {found.what}",
+                where=found.where,
+                remedy="test the machines of the ranks named here, memory first; what is "
+                "published is good, and the same command resumes there",
+                details={**found.details, "divergences": self._diverged},
+            )
+        return f"{found.what}; all resume from the last good generation"
+
+
+def _divergence(error: BaseException) -> ReplicaDiverged | None:
+    own = getattr(error, "_base_exc", error)
+    return own if isinstance(own, ReplicaDiverged) else None
 
 
 def raise_if_fatal(rank: int, error: BaseException) -> None:

@@ -274,11 +274,18 @@ class Session:
             if self.config.training.on_nonfinite == "stop":
                 finite.require_parameters(self.model, number)
             self.boundaries.save(self.position, self.capture())
+        elif self._checks(number):
+            agreement.check_replicas(self.capture(), number, self.rank, self.ranks, self.device)
         if ended:
             self.boundaries.finish(self.position, self.capture())
         self.progress.update(update, self.chain.tip, self.boundaries, ended=ended)
         if not ended:
             self.beacon.at(number + 1, "data")
+
+    def _checks(self, number: int) -> bool:
+        """Whether all ranks compare their states after an update that none of them saves."""
+        every = self.config.checkpoint.check_replicas_every_updates
+        return every is not None and number % every == 0
 
     def done_before(self, update: Update) -> Usable:
         """Return what the generation that this rank resumed from holds of an update."""
