@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from coherent_ray.config import load as load_config
+    from coherent_ray.state.weights import load_weights
     from coherent_ray.train.backend import torch_config
     from coherent_ray.train.session import session
     from coherent_ray.train.trainer import run_config
 
-__all__ = ["__version__", "load_config", "run_config", "session", "torch_config"]
+__all__ = ["__version__", "load_config", "load_weights", "run_config", "session", "torch_config"]
 __version__ = "0.1.0"
 
 _PLACES = {
     "load_config": ("coherent_ray.config", "load"),
+    "load_weights": ("coherent_ray.state.weights", "load_weights"),
     "run_config": ("coherent_ray.train.trainer", "run_config"),
     "session": ("coherent_ray.train.session", "session"),
     "torch_config": ("coherent_ray.train.backend", "torch_config"),

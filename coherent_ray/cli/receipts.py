@@ -28,7 +28,7 @@ from coherent_ray.train.receipts import (
     Difference,
     Receipt,
     first_difference,
-    first_link,
+    first_link_of,
     history,
     last_update,
 )
@@ -108,7 +108,7 @@ def read_receipts(storage: Storage, since: int = 1) -> Iterator[Receipt]:
     first: Digest | None = None
     for publish in reversed(commits.live):
         try:
-            first = first_link(generations.manifest(publish).header.plan)
+            first = first_link_of(generations.manifest(publish).header)
         except (ManifestDamaged, StorageError):
             continue  # any other one tells the plan as well
         break

@@ -23,6 +23,7 @@ from coherent_ray.config.sections import (
     Checkpoint,
     Cluster,
     Data,
+    InitFrom,
     Optimizer,
     Run,
     Storage,
@@ -43,6 +44,8 @@ class Config(Section):
     """How to talk to the object store that holds the run's root; directories need none of it."""
     task: Task | None = None
     """What is trained; `run` and `submit` need it, a training function of one's own does not."""
+    init_from: InitFrom | None = None
+    """The weights that the run starts from; null: those that the task builds."""
     data: Data
     """Which examples an update takes."""
     training: Training
@@ -96,7 +99,12 @@ class Config(Section):
         run = self.run.model_copy(update={"root": _absolute(self.run.root, directory)})
         if task is not None and task.folder is not None:
             task = task.model_copy(update={"folder": _absolute(task.folder, directory)})
-        return self.model_copy(update={"run": run, "data": data, "task": task})
+        origin = self.init_from
+        if origin is not None:
+            place = _absolute(origin.source, directory)
+            origin = origin.model_copy(update={"source": place})
+        changes = {"run": run, "data": data, "task": task, "init_from": origin}
+        return self.model_copy(update=changes)
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:

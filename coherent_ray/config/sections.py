@@ -9,7 +9,7 @@ from pydantic import Field
 
 from coherent_ray.commit.manifest import Claim, RunId
 from coherent_ray.config.section import Arguments, Factory, Positive, Seconds, Section, Text
-from coherent_ray.digests import SHARD_ALGORITHM, Algorithm
+from coherent_ray.digests import SHARD_ALGORITHM, Algorithm, Digest
 from coherent_ray.storage.options import PART_BYTES, StorageOptions, conflicts
 
 
@@ -97,6 +97,27 @@ class Prepare(Section):
     """package.module:Name of a function; it must do nothing where its files exist."""
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments for the function."""
+
+
+class InitFrom(Section):
+    """The weights that a new run starts from: fine-tuning. Read at its beginning, never again."""
+
+    source: Text
+    """RUN (its latest generation) or RUN@GENERATION, RUN being another run's root; or a local
+    .safetensors file, the same on every node. A path is relative to the current directory."""
+    digest: Digest | None = None
+    """Refuse anything else: of the generation's manifest (see show), or of the file (sha256sum)."""
+    strict: bool = True
+    """Refuse weights that the model does not have, and tensors of it that are missing."""
+    skip: list[Text] = Field(default_factory=list)
+    """Patterns (head.*) of the model's tensors that keep their initial values."""
+    averaged: bool = False
+    """Take the averaged weights of the generation; see configure_average of the task protocol."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield an average that a file cannot have."""
+        if self.averaged and self.source.endswith(".safetensors"):
+            yield "averaged", "is for generations; a file has but its weights"
 
 
 class Source(Section):

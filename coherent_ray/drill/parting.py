@@ -20,7 +20,7 @@ from coherent_ray.errors import ManifestDamaged, NoGeneration
 from coherent_ray.state.difference import StateDifference, compare_states
 from coherent_ray.storage.base import Storage
 from coherent_ray.train import recipe
-from coherent_ray.train.receipts import Difference, Receipt, differences, first_link, history
+from coherent_ray.train.receipts import Difference, Receipt, differences, first_link_of, history
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +204,7 @@ def _receipts(one: _Run, other: _Run) -> tuple[int, tuple[Difference, ...], tupl
 
 def _history(run: _Run) -> Iterator[Receipt]:
     commits = run.generations.history()
-    told = history(run.side.storage, commits, first_link(run.header.plan))
+    told = history(run.side.storage, commits, first_link_of(run.header))
     return told if run.named is None else islice(told, run.named.update)
 
 

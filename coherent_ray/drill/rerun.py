@@ -28,11 +28,12 @@ from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage import open_storage
-from coherent_ray.train import datasets, environment, loop, session
+from coherent_ray.train import datasets, environment, loop, origin, session
 from coherent_ray.train.admit import Admitted, build_model, task_folders
 from coherent_ray.train.code import NO_CODE
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.receipts import Receipt, first_link
+from coherent_ray.train.recipe import origin_of
 from coherent_ray.train.reduce import Reduced
 from coherent_ray.train.session import Session
 from coherent_ray.train.task import load_task, look_in
@@ -164,6 +165,8 @@ def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> A
         manifest = Generations(storage).manifest(start)
         selected, state = Selected(start, manifest, ()), load_state(storage, manifest)
     header = selected.manifest.header if selected else None
+    weights = origin.read(config) if header is None else None
+    began = origin.recipe(config, weights)
     return Admitted(
         config=config,
         run_id=run_id_of(config),
@@ -175,7 +178,7 @@ def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> A
         next_number=1,
         plan=plan,
         position=header.position if header else plan.after(0),
-        receipt_tip=header.receipt_tip if header else first_link(plan.identity),
+        receipt_tip=header.receipt_tip if header else first_link(plan.identity, began),
         dataset=dataset,
         device=device,
         environment={},
@@ -185,5 +188,7 @@ def _from(config: Config, start: PublishBody | None, rank: int, ranks: int) -> A
         task=task,
         model=build_model(task, plan),
         notes=(),
+        weights=weights,
+        origin=origin_of(header.recipe) if header else began,
         directory=folder,
     )

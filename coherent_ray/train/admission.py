@@ -35,6 +35,8 @@ class Ticket:
     manifest_digest: str | None = None
     dataset_hash: str = ""
     sampler_digest: str = ""
+    origin: dict[str, str] = field(default_factory=dict)
+    """What it read of the weights that a new run starts from, or the history tells of them."""
     state_spec: str = ""
     """Digest of names, dtypes and shapes of the model; empty: known only once it is tracked."""
     code: dict[str, str] = field(default_factory=dict)
@@ -70,6 +72,8 @@ _REMEDIES: dict[str, str] = {
     "data position": "report this: the same history gave two positions",
     "sampler": "install the same version of coherent-ray and numpy on every node",
     "model": "the task must build the same model on every rank: look for a rank-dependent size",
+    "initial weights": "does init_from.source name the same weights on every node? "
+    "init_from.digest says which are meant",
     "code": "put the same version of the task's source on every node",
     "environment": "use the same software and hardware on every node, or run.claim: statistical",
 }
@@ -98,6 +102,7 @@ def judge(tickets: Sequence[Ticket], expected: Expected, *, same_environment: bo
     _agree(tickets, "data position", lambda t: (t.plan, t.position))
     _agree_on_samplers(tickets)
     _agree_by_name(tickets, "code", lambda t: t.code)
+    _agree_by_name(tickets, "initial weights", lambda t: t.origin)
     _agree(tickets, "model", lambda t: t.state_spec or "none")
     if same_environment:
         _agree_by_name(tickets, "environment", lambda t: t.environment)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import socket
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,11 @@ from coherent_ray.errors import (
 )
 from coherent_ray.state.capture import check_spec, spec_digest, state_spec
 from coherent_ray.state.shards import load_state
+from coherent_ray.state.weights import Weights
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.base import Storage
 from coherent_ray.train import datasets, environment
+from coherent_ray.train import origin as origin_
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
 from coherent_ray.train.code import NO_CODE, Code, code_of
@@ -74,6 +76,10 @@ class Admitted:
     model: torch.nn.Module | None
     """As the task built it; the session takes it."""
     notes: tuple[str, ...]
+    weights: Weights | None = None
+    """What a new run starts from, where it starts from other weights than the task's."""
+    origin: dict[str, str] = field(default_factory=dict)
+    """What the recipe tells of these, now and after every resume."""
     directory: str = ""
     """The driver's current directory, which a configuration's relative paths mean."""
 
@@ -167,6 +173,7 @@ def describe(admitted: Admitted, blank: Ticket) -> Ticket:
         next_number=admitted.next_number,
         position=admitted.position,
         plan=admitted.plan.identity,
+        origin=admitted.origin,
         notes=admitted.notes,
     )
 
@@ -208,7 +215,13 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         # A later refusal can then say what changed, whoever started the run.
         datasets.keep(storage, dataset)
     selected = found.selected if found else None
-    position = selected.manifest.header.position if selected else plan.after(0)
+    header = selected.manifest.header if selected else None
+    weights = origin_.read(config) if header is None else None
+    if model is not None:
+        origin_.check(config, weights, model)
+    origin = (
+        origin_.of_history(config, header.recipe) if header else origin_.recipe(config, weights)
+    )
     return Admitted(
         config=config,
         run_id=request.run_id,
@@ -219,8 +232,8 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         log=log,
         next_number=history.next_number,
         plan=plan,
-        position=position,
-        receipt_tip=selected.manifest.header.receipt_tip if selected else first_link(identity),
+        position=header.position if header else plan.after(0),
+        receipt_tip=header.receipt_tip if header else first_link(identity, origin),
         dataset=dataset,
         device=device,
         environment=facts,
@@ -229,7 +242,9 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         state=found.state if found else None,
         task=task,
         model=model,
-        notes=(*_unseen(config, code), *(found.notes if found else ())),
+        notes=(*_unseen(config, code), *(found.notes if found else origin_.in_words(origin))),
+        weights=weights,
+        origin=origin,
         directory=request.code_path,
     )
 

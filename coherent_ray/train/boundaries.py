@@ -110,6 +110,7 @@ class Boundaries:
         else:
             self._chain.note_state(prints.digest)
         segment = self._chain.segment(generation_name(number, admitted.attempt))
+        recipe = recipe_of(admitted.config, admitted.code) | admitted.origin
         header = GenerationHeader(
             format=1,
             run_id=admitted.run_id,
@@ -123,7 +124,7 @@ class Boundaries:
             # Through JSON and back: a later change of a live value must not reach this header.
             values=canonical.load(canonical.dump(state.values)),
             environment=admitted.environment,
-            recipe=recipe_of(admitted.config, admitted.code),
+            recipe=dict(sorted(recipe.items())),
             receipt_tip=self._chain.tip,
             receipts=segment.record if segment else None,
         )

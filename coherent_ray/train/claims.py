@@ -10,7 +10,7 @@ from coherent_ray.config import Config
 from coherent_ray.errors import ClaimRefused
 from coherent_ray.train.code import NO_CODE, Code
 from coherent_ray.train.environment import LIBRARY
-from coherent_ray.train.recipe import CODE, differences, recipe_of
+from coherent_ray.train.recipe import CODE, ORIGIN, differences, recipe_of
 
 #: How much a claim promises. A statistical history has no exact past to go on from.
 _STRENGTH = {"statistical": 0, "exact": 1, "invariant": 1}
@@ -81,7 +81,9 @@ def check_job(config: Config, header: GenerationHeader, code: Code = NO_CODE) ->
             where="run.claim",
             remedy=f"set run.claim: {header.claim}, or start a new run",
         )
-    stored, now, notes = _comparable(header.recipe, recipe_of(config, code), CODE)
+    # What a run started from is history: nothing that a resume could change.
+    kept = {k: v for k, v in header.recipe.items() if not k.startswith(ORIGIN)}
+    stored, now, notes = _comparable(kept, recipe_of(config, code), CODE)
     other = differences(stored, now)
     if other and claim != "statistical":
         raise ClaimRefused(

@@ -1,7 +1,8 @@
 """Receipts: one line an update, of what it consumed and what came out, chained by hash.
 
 A receipt's digest covers everything that the update determined, and the digest before it; the first
-one follows the digest of the plan. So two runs of one job have the same chain or differ at an
+one follows the digest of the plan (and of the weights that the run started from, where these were
+not the task's own). So two runs of one job have the same chain or differ at an
 update that can be named, and the run's id, attempts and ranks are no part of it. Nor is `state`: a
 generation that was saved on demand names its state here, without changing what the chain says.
 
@@ -15,7 +16,7 @@ Floats are hex strings, exact to the bit.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass as plain_dataclass
 from dataclasses import replace
 from typing import Annotated, Any
@@ -30,6 +31,7 @@ from coherent_ray.commit.inspection import absence, is_lost
 from coherent_ray.commit.manifest import (
     RECEIPTS_BYTES,
     Count,
+    GenerationHeader,
     PlanIdentity,
     Positive,
     ReceiptSegment,
@@ -39,6 +41,7 @@ from coherent_ray.digests import Digest, digest_of
 from coherent_ray.errors import NotFound, ReceiptsDamaged, StorageError
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.bounded import TooLong, read_bounded
+from coherent_ray.train.recipe import origin_of
 
 HexFloat = Annotated[str, Field(pattern=r"^(-?0x[01]\.[0-9a-f]{1,13}p[+-][0-9]{1,4}|-?inf|nan)$")]
 """What ``float.hex`` gives."""
@@ -88,9 +91,20 @@ _ADAPTER: TypeAdapter[Receipt] = TypeAdapter(Receipt)
 _FIELDS = tuple(Receipt.__dataclass_fields__)
 
 
-def first_link(plan: PlanIdentity) -> Digest:
-    """Return what the first receipt calls `previous`: the digest of what decides the updates."""
-    return digest_of(manifest.dump(plan))
+def first_link(plan: PlanIdentity, origin: Mapping[str, str] | None = None) -> Digest:
+    """Return what the first receipt calls `previous`: the digest of what decides the updates.
+
+    Args:
+        plan: What is read, and when.
+        origin: What the recipe tells of the weights that the run started from, where these were not
+            the task's own; see `coherent_ray.train.origin`.
+    """
+    return digest_of(manifest.dump(plan) + (canonical.dump(dict(origin)) if origin else b""))
+
+
+def first_link_of(header: GenerationHeader) -> Digest:
+    """Return what the first receipt of a generation's run follows."""
+    return first_link(header.plan, origin_of(header.recipe))
 
 
 @plain_dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ How often a run saves, on how many workers and where, is not part of it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from coherent_ray import canonical
@@ -19,6 +20,8 @@ from coherent_ray.train.code import NO_CODE, Code
 _ELSEWHERE = {"training.threads", "training.device", "training.on_nonfinite", "task.folder"}
 #: Keys of a recipe that tell from which source the task is; see `coherent_ray.train.code`.
 CODE = "code."
+#: Keys of a recipe that tell from which weights the run started; see `coherent_ray.train.origin`.
+ORIGIN = "init_from."
 
 
 def recipe_of(config: Config, code: Code = NO_CODE) -> dict[str, str]:
@@ -44,6 +47,11 @@ def differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
         for key in sorted(stored.keys() | now.keys())
         if stored.get(key, "null") != now.get(key, "null")
     ]
+
+
+def origin_of(recipe: Mapping[str, str]) -> dict[str, str]:
+    """Return what a recipe tells of the weights that a run started from; empty: its task's own."""
+    return {key: value for key, value in recipe.items() if key.startswith(ORIGIN)}
 
 
 def length_of(header: GenerationHeader) -> int | None:

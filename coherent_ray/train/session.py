@@ -56,7 +56,7 @@ from coherent_ray.state.capture import (
 )
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.optimizer import require_plain_step
-from coherent_ray.train import agreement, datasets, finite, hooks, resettings
+from coherent_ray.train import agreement, datasets, finite, hooks, origin, resettings
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
@@ -444,6 +444,9 @@ class Session:
         admitted = self._admitted
         selected, state = admitted.selected, admitted.state
         if selected is None:
+            if admitted.weights is not None:
+                origin.begin(self.config, admitted.weights, self.model)
+                admitted.weights = None  # its memory is needed for training
             return None
         if state is None:
             raise StateMismatch("track was called twice", remedy="call run.track once")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from coherent_ray.commit.manifest import (
@@ -10,7 +12,6 @@ from coherent_ray.commit.manifest import (
     Manifest,
     PlanIdentity,
     StateLayout,
-    generation_directory,
 )
 from coherent_ray.digests import Algorithm, digest_of
 from coherent_ray.state.layout import TORCH_DTYPES, layout_of
@@ -77,19 +78,23 @@ def save(
     block_bytes: int = 4096,
     algorithm: Algorithm = "xxh3_128",
     values: dict | None = None,
+    number: int = 1,
+    attempt: int | None = None,
+    run_id: str = "test",
 ) -> Manifest:
     """Write a generation as `ranks` ranks would, and return its manifest."""
     layout = layout_of(tensors)
+    header = header_for(layout, ranks, values)
+    header = replace(header, number=number, attempt=attempt or header.attempt, run_id=run_id)
     shards = []
     for rank in range(ranks):
         snapshot = Snapshot(layout, rank, ranks)
         snapshot.take(tensors)
-        directory = generation_directory(1, ranks)
-        memory = snapshot.memory
+        directory, memory = header.directory, snapshot.memory
         shards.append(
             write_shard(storage, directory, rank, ranks, layout, memory, algorithm, block_bytes)
         )
-    return Manifest(header_for(layout, ranks, values), DIGEST, tuple(shards))
+    return Manifest(header, DIGEST, tuple(shards))
 
 
 def header_for(layout: StateLayout, ranks: int, values: dict | None = None) -> GenerationHeader:

@@ -106,6 +106,12 @@ DISAGREEMENTS = [
         "threads=4",
         "ranks 0 and 2 have threads=1",
     ),
+    (
+        "initial weights",
+        {"origin": {"init_from.digest": '"blake3:aa"'}},
+        'init_from.digest="blake3:aa"',
+        "ranks 0 and 2 have init_from.digest=absent",
+    ),
     ("code", {"code": {"task": "blake3:cc"}}, "task=blake3:cc", "ranks 0 and 2 have task=absent"),
     (
         "environment",
