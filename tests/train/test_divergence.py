@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_run import Left, config_for
+from small_run import Left, config_for, coordinating
 from test_midway import assert_same_run
 from threaded import Look, Rank, train_ranks
 
@@ -141,13 +141,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
 def test_a_run_that_heals_is_the_same_run(tmp_path: Path, told: list[tuple[int, str]]) -> None:
     config = configured(tmp_path, "run", checkpoint__on_divergence="heal")
     callback = FatalErrors(config)
-    for place in PLACES:
-        with pytest.raises(ReplicaDiverged) as caught:
-            train_ranks(config, 3, flips(place))
-        # As Ray calls it, which then starts the group again.
-        errors: dict[int, Exception] = {0: caught.value, 1: caught.value, 2: PeerLost("gone")}
-        callback.after_exception(None, errors)
-    train_ranks(config, 2)
+    with coordinating(config) as coordinator:
+        for place in PLACES:
+            with pytest.raises(ReplicaDiverged) as caught:
+                train_ranks(config, 3, flips(place), coordinator)
+            # As Ray calls it, which then starts the group again.
+            errors: dict[int, Exception] = {0: caught.value, 1: caught.value, 2: PeerLost("gone")}
+            callback.after_exception(None, errors)
+        train_ranks(config, 2, lasting=coordinator)
     left = Left(config)
     assert left.updates == [2, 4, 6]
     straight = configured(tmp_path, "straight")

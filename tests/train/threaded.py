@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -123,13 +123,21 @@ def _patched(together: Together, lines: list[ThreadLine]) -> Iterator[None]:
         yield
 
 
-def train_ranks(config: Config, ranks: int, look: Look | None = None) -> list[Rank]:
+def train_ranks(
+    config: Config, ranks: int, look: Look | None = None, lasting: Coordinator | None = None
+) -> list[Rank]:
     """Let some ranks train to the configured end, as one attempt.
+
+    Args:
+        config: The run.
+        ranks: How many.
+        look: Looks in at each microbatch.
+        lasting: The coordinator, where it outlives the attempt, as the actor does.
 
     Raises:
         BaseException: What rank 0 raised, or else another.
     """
-    with working(), coordinating(config) as coordinator:
+    with working(), nullcontext(lasting) if lasting else coordinating(config) as coordinator:
         attempt = coordinator.open_attempt()
         request = request_for(config, attempt)
         admitted = [find_out(request, rank, ranks, CPU) for rank in range(ranks)]
