@@ -15,15 +15,11 @@ Ray Train is told the last metrics and the last generation, so every rank must c
 
 from __future__ import annotations
 
-import os
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
@@ -31,11 +27,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-import coherent_ray
 from coherent_ray.config import Config
 from coherent_ray.data.loader import LoadedUpdate, Loader
 from coherent_ray.errors import (
-    CoherentRayError,
     ConfigError,
     NotFinite,
     PeerLost,
@@ -65,6 +59,7 @@ from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
 from coherent_ray.train.outcome import report_outcome
+from coherent_ray.train.own_line import in_words, own_line
 from coherent_ray.train.partial import Usable, usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
@@ -79,11 +74,6 @@ from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 Collate = Callable[..., Any]
 #: What a generation holds of an update that was not done.
 Stored = tuple[partial_.Record, dict[str, torch.Tensor]]
-
-#: Where lines of code lie that say nothing to a user about an error of his.
-_NOT_THE_USERS = tuple(
-    f"{Path(str(module.__file__)).parent}{os.sep}" for module in (coherent_ray, torch, np)
-)
 
 
 def session(config: Config | None = None, *, collate: Collate | None = None) -> Session:
@@ -470,22 +460,6 @@ class Session:
     def _usable(self, record: partial_.Record, tensors: dict[str, torch.Tensor]) -> Usable:
         plan = {lane.lane: len(lane.microbatches) for lane in self.plan.update(record.update).lanes}
         return usable(record, tensors, self.reducer.owned, plan, self.reducer.trainable)
-
-
-def in_words(error: BaseException) -> str:
-    """Return an exception's type, text and notes, and the user's own line that it came from."""
-    words = "; ".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
-    place = own_line(error)
-    return f"{words} ({place})" if place else words
-
-
-def own_line(error: BaseException) -> str:
-    """Return the user's own line that a foreign exception came from; empty: there is none."""
-    if isinstance(error, CoherentRayError):
-        return ""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
-    return f"in {own[-1].name}, {own[-1].filename}:{own[-1].lineno}" if own else ""
 
 
 def total_updates(config: Config, updates_per_epoch: int) -> int:

@@ -165,6 +165,16 @@ def test_a_parameter_group_may_be_added_later(tmp_path: Path, at: int) -> None:
     assert "optimizer/0.weight/exp_avg" in left.state()
 
 
+def test_a_changed_job_keeps_a_group_that_was_added_later(tmp_path: Path) -> None:
+    """Its settings have no other beginning that could win over those that are stored."""
+    changes = {"run__claim": "statistical"}
+    train_ranks(configured(tmp_path, "run", "Growing", **changes), 1, stops(3, grows(2)))
+    config = configured(tmp_path, "run", "Growing", factor=0.5, **changes)
+    train_ranks(config, 1, grows(2))
+    rates = [[float.fromhex(rate) for rate in r.lr] for r in Left(config).receipts()]
+    assert rates == [[0.02]] + [[0.02, 0.005]] * 5
+
+
 # --- what cannot be stored ------------------------------------------------------------------------
 
 
