@@ -47,14 +47,17 @@ def replay(result: dict[str, Any]) -> str:
 def reduction(result: dict[str, Any]) -> str:
     """Return the reduction benchmark as a table: step time against DistributedDataParallel."""
     lines = [
-        "| model | workers | lanes | step time, DDP = 1 (median of pairs) | bytes sent, ring = 1 |",
-        "|---|---|---|---|---|",
+        "| model | workers | lanes | step time, DDP = 1 (median of pairs) "
+        "| processor time, DDP = 1 | bytes sent, ring = 1 |",
+        "|---|---|---|---|---|---|",
     ]
     for scene in result["scenes"]:
-        sent = scene["rank0_sent_bytes_per_update"] / scene["ring_bytes_per_update"]
+        ring = scene["ring_bytes_per_update"]
+        sent = f"{scene['rank0_sent_bytes_per_update'] / ring:.2f}" if ring else "none"
+        busy = scene.get("processor_ratio_median")
         lines.append(
             f"| {scene['model']} | {scene['ranks']} | {scene['lanes']} | "
-            f"{scene['ratio_median']:.2f} | {sent:.2f} |"
+            f"{scene['ratio_median']:.2f} | {f'{busy:.2f}' if busy else 'not measured'} | {sent} |"
         )
     return "\n".join(lines) + "\n"
 

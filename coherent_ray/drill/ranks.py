@@ -123,6 +123,10 @@ class Done:
         """Return at once."""
         return True
 
+    def is_completed(self) -> bool:
+        """Return that it has ended."""
+        return True
+
 
 class Collectives:
     """The part of ``torch.distributed`` that `coherent_ray.train.collectives` uses."""
@@ -180,7 +184,7 @@ class Collectives:
         return Done()
 
     def P2POp(  # noqa: N802 - as torch has it
-        self, kind: str, tensor: Tensor, group: object = None, group_peer: int = 0
+        self, kind: str, tensor: Tensor, group: object = None, tag: int = 0, group_peer: int = 0
     ) -> Message:
         """Return a message that `batch_isend_irecv` carries."""
         return Message(kind, tensor, group_peer)

@@ -133,6 +133,8 @@ def in_threads(crew: Crew, here: Here, line: Callable[..., Any]) -> Iterator[Non
         (loop, "current", lambda _: here.current),
         (session, "current", lambda _: here.current),
         (session, "Line", lambda _: line),
+        # One rank runs at a time: nothing can be sent while another computes.
+        (session, "second_group", lambda _: lambda: None),
         (session, "report_outcome", lambda _: lambda run: None),
         (session.Session, "advance", aside),
     ]

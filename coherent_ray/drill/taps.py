@@ -69,7 +69,7 @@ def patches(recorder: Callable[[], Recorder]) -> list[Patch]:
             recorder().batch(batch)
 
     return [
-        (reduce.LaneReducer, "begin", around(lambda _, number: recorder().begin(number))),
+        (reduce.LaneReducer, "begin", around(lambda _, number, *__: recorder().begin(number))),
         (reduce.LaneReducer, "lane_done", around(lane_done)),
         (reduce.LaneReducer, "finish", around(summed, after=True)),
         (buffers.LaneBuffers, "lane_begin", around(lane_begin, after=True)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,24 @@ from coherent_ray.errors import PeerLost
 
 Group = dist.ProcessGroup | None
 """None: the default group."""
+
+
+def second_group() -> Group:
+    """Return a process group of all ranks beside the default one; all ranks must call this.
+
+    What runs in one of them need not be in the same order on every rank as what runs in the other.
+
+    Raises:
+        PeerLost: Another rank is gone.
+    """
+    first = dist.group.WORLD
+    assert first is not None
+    device = torch.device("cuda" if dist.get_backend(first) == "nccl" else "cpu")
+    # Without this it would be torch's own, not what this run waits for a peer.
+    timeout = first._get_backend(device).options._timeout
+    with _peers("new_group"):
+        made: Group = dist.new_group(timeout=timeout)
+    return made
 
 
 def sum_over_ranks(tensor: Tensor, group: Group) -> None:
@@ -52,13 +71,21 @@ def scatter_all(
     return work
 
 
+def ready(work: dist.Work, device: torch.device) -> bool:
+    """Return whether what begun can be gone on from without waiting, or has failed.
+
+    A GPU's work always can be: what comes after it waits in the stream, not here.
+    """
+    return device.type != "cpu" or bool(work.is_completed())
+
+
 def wait(work: dist.Work) -> None:
-    """End what `scatter_all` began.
+    """End what `scatter_all` or `gather_begin` began.
 
     Raises:
         PeerLost: Another rank is gone, or did not answer in time.
     """
-    with _peers("all_to_all"):
+    with _peers("exchange"):
         work.wait()
 
 
@@ -80,6 +107,28 @@ def gather_all(received: Tensor, sent: Tensor, group: Group) -> None:
             dist.all_gather_single(received, sent, group=group)
 
 
+def gather_begin(rows: Tensor, tag: int, group: Group) -> list[dist.Work]:
+    """Begin to bring every rank's row to all; `wait` ends it.
+
+    Args:
+        rows: 2-D, contiguous, one row a rank: this rank's is sent, the others are filled.
+        tag: Tells apart what runs at the same time.
+        group: The ranks.
+
+    Raises:
+        PeerLost: Another rank is gone.
+    """
+    with _peers("all_gather"):
+        if rows.device.type == "cpu":
+            return _gather_begun(rows, tag, group)
+        own = rows[dist.get_rank(group)]
+        work: dist.Work | None = dist.all_gather_single(
+            rows.flatten(), own, group=group, async_op=True
+        )
+    assert work is not None
+    return [work]
+
+
 def from_first(tensor: Tensor, group: Group) -> None:
     """Overwrite every rank's tensor with rank 0's.
 
@@ -91,17 +140,23 @@ def from_first(tensor: Tensor, group: Group) -> None:
 
 
 def _gather_in_pairs(received: Tensor, sent: Tensor, group: Group) -> None:
+    rows = received.view(-1, sent.numel())
+    rows[dist.get_rank(group)].copy_(sent)
+    for work in _gather_begun(rows, 0, group):
+        work.wait()
+
+
+def _gather_begun(rows: Tensor, tag: int, group: Group) -> list[dist.Work]:
     """Gather by direct messages: gloo's own took two to four times as long at 2 to 4 ranks."""
     own = dist.get_rank(group)
-    operations = []
-    for rank, place in enumerate(received.view(-1, sent.numel())):
-        if rank == own:
-            place.copy_(sent)
-        else:
-            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=rank))
-            operations.append(dist.P2POp(dist.irecv, place, group=group, group_peer=rank))
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    operations: list[dist.P2POp] = []
+    for rank, place in enumerate(rows):
+        if rank != own:
+            to: dict[str, Any] = {"group": group, "tag": tag, "group_peer": rank}
+            operations.append(dist.P2POp(dist.isend, rows[own], **to))
+            operations.append(dist.P2POp(dist.irecv, place, **to))
+    begun: list[dist.Work] = dist.batch_isend_irecv(operations)
+    return begun
 
 
 @contextmanager

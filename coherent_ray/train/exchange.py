@@ -1,8 +1,12 @@
 """The exchange: from the nodes that ranks hold whole to the root of the tree, on every rank.
 
-Each flat tensor is cut into one chunk a rank. Rank ``i`` gets chunk ``i`` of every node from its
+Each bucket is cut into one chunk a rank. Rank ``i`` gets chunk ``i`` of every node from its
 holder, sums these along the tree, and sends the sum to all. A rank that holds one node (a
 power-of-two rank count) sends what a ring all-reduce sends: ``2 (R - 1) / R`` of the gradient.
+
+Buckets are begun one by one, in the same order on every rank, and nothing waits for another rank
+before `finish`: so a backward pass can go on meanwhile. A bucket's nodes are only read, and its sum
+lies in memory of its own.
 
 Bytes travel, not numbers: no collective adds anything, so any backend's order is harmless and any
 dtype can be sent. Nodes that hold no gradient are not sent at all.
@@ -10,14 +14,17 @@ dtype can be sent. Nodes that hold no gradient are not sent at all.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 
-from coherent_ray.train.collectives import Group, gather_all, scatter_all, wait
+from coherent_ray.train.collectives import Group, gather_begin, ready, scatter_all, wait
 from coherent_ray.train.gradients import FlatGradients, FlatLayout, reals
 from coherent_ray.train.lanes import Subtree, cover, lanes_of, merge_order
 
@@ -72,64 +79,130 @@ class Exchange:
         ranks: int,
         process_group: Group,
     ) -> None:
-        self._layout = layout
         self._lanes = lanes
         self._rank = rank
         self._ranks = ranks
         self._group = process_group
-        parts = sum(len(cover(lanes_of(lanes, r, ranks), lanes)) for r in range(ranks))
-        self._parts = tuple(
-            torch.zeros(parts, g.chunk, dtype=g.dtype, device=g.device) for g in layout.groups
+        rows = max(ranks, sum(len(cover(lanes_of(lanes, r, ranks), lanes)) for r in range(ranks)))
+        self._rooms = tuple(
+            torch.zeros(rows, bucket.chunk, dtype=bucket.dtype, device=bucket.device)
+            for bucket in layout.buckets
         )
+        self.result = FlatGradients(layout, [room[:ranks].flatten() for room in self._rooms])
+        """The sums, after `finish`."""
+        self.begun = 0
+        """Buckets that this rank has begun, and not finished."""
+        self._plan: Schedule | None = None
+        self._scattering: deque[tuple[int, list[Work]]] = deque()
+        self._gathering: list[Work] = []
+        self._sent = 0
+        devices = {room.device for room in self._rooms if room.device.type == "cuda"}
+        self._aside: torch.cuda.Stream | None = None
+        """On a GPU, where sums are waited for and added, so that the backward pass goes on."""
+        for device in devices:
+            self._aside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def run(
-        self, nodes: Sequence[FlatGradients], present: tuple[bool, ...], into: FlatGradients
-    ) -> int:
-        """Sum all ranks' nodes.
+    def begin(self, present: tuple[bool, ...]) -> None:
+        """Say what this exchange is of, before its first bucket; the same on every rank.
 
         Args:
-            nodes: This rank's nodes that hold a gradient, left to right.
-            present: For each lane, whether it brought a gradient; at least one did.
-            into: Receives the root; may be one of ``nodes``.
+            present: For each lane, whether a node that holds it is sent; at least one is.
+        """
+        assert not self.begun
+        self._plan = schedule(self._lanes, self._ranks, present)
+
+    def start(self, nodes: Sequence[Tensor]) -> None:
+        """Begin the next bucket, and go on with those before it without waiting.
+
+        Args:
+            nodes: This rank's, left to right, flat; must not change before `finish`.
+
+        Raises:
+            PeerLost: Another rank is gone.
+        """
+        index = self.begun
+        self.begun += 1
+        self._scattering.append((index, self._scatter(nodes, self._rooms[index])))
+        self.advance()
+
+    def advance(self, *, waits: bool = False) -> None:
+        """Add what has arrived, and send the sums.
+
+        Args:
+            waits: Wait for what has not arrived.
+
+        Raises:
+            PeerLost: Another rank is gone.
+        """
+        while self._scattering:
+            index, works = self._scattering[0]
+            room = self._rooms[index]
+            if not waits and not all(ready(work, room.device) for work in works):
+                return
+            self._scattering.popleft()
+            with torch.cuda.stream(self._aside) if self._aside else nullcontext():
+                for work in works:
+                    wait(work)
+                self._add(room)
+                if room.numel():
+                    self._gathering += gather_begin(_raw(room[: self._ranks]), index, self._group)
+                    self._sent += (self._ranks - 1) * room[0].nbytes
+
+    def finish(self) -> int:
+        """Wait for all that was begun.
 
         Returns:
             Bytes that this rank sent.
+
+        Raises:
+            PeerLost: Another rank is gone.
         """
-        plan = schedule(self._lanes, self._ranks, present)
-        sent = 0
-        for index, parts in enumerate(self._parts):
-            sent += self._scatter([node.flats[index] for node in nodes], plan, parts)
-            for target, other in plan.additions:
-                reals(parts[target]).add_(reals(parts[other]))
-            sent += self._gather(parts[plan.root], into.flats[index])
+        self.advance(waits=True)
+        for work in self._gathering:
+            wait(work)
+        self._gathering.clear()
+        sent, self._sent, self.begun = self._sent, 0, 0
         return sent
 
-    def _scatter(self, nodes: list[Tensor], plan: Schedule, parts: Tensor) -> int:
+    def blank(self) -> list[Tensor]:
+        """Return nodes for the next bucket whose sum is nobody's."""
+        assert self._plan is not None
+        room = self._rooms[self.begun]
+        turns = sum(self._rank in senders for senders in self._plan.rounds)
+        return [torch.zeros_like(room[: self._ranks]).flatten()] * turns
+
+    def _scatter(self, nodes: Sequence[Tensor], room: Tensor) -> list[Work]:
         """Send chunk ``i`` of each node to rank ``i``; round by round, so that nothing is packed.
 
         A round's input is a node's flat tensor as it lies: a rank with several nodes takes part
         in several rounds, and one that has run out sends nothing.
         """
-        chunk = parts.shape[1] * parts.element_size()
-        waiting = []
+        assert self._plan is not None
+        if not room.numel():
+            return []
+        chunk = room[0].nbytes
+        works = []
         arrived = 0
-        for turn, senders in enumerate(plan.rounds):
+        for turn, senders in enumerate(self._plan.rounds):
             sends = self._rank in senders
-            outgoing = _raw(nodes[turn]) if sends else _raw(parts[:0].flatten())
-            incoming = _raw(parts[arrived : arrived + len(senders)].flatten())
+            outgoing = _raw(nodes[turn]) if sends else _raw(room[:0].flatten())
+            incoming = _raw(room[arrived : arrived + len(senders)].flatten())
             arrived += len(senders)
             received = [chunk if rank in senders else 0 for rank in range(self._ranks)]
             sent = [chunk if sends else 0] * self._ranks
-            waiting.append(scatter_all(incoming, outgoing, received, sent, self._group))
-        for work in waiting:
-            wait(work)
-        return len(nodes) * (self._ranks - 1) * chunk
+            works.append(scatter_all(incoming, outgoing, received, sent, self._group))
+        self._sent += len(nodes) * (self._ranks - 1) * chunk
+        return works
 
-    def _gather(self, mine: Tensor, into: Tensor) -> int:
-        gather_all(_raw(into), _raw(mine), self._group)
-        return (self._ranks - 1) * mine.nbytes
+    def _add(self, room: Tensor) -> None:
+        """Add up what has arrived, and leave the sum in this rank's row."""
+        assert self._plan is not None
+        for target, other in self._plan.additions:
+            reals(room[target]).add_(reals(room[other]))
+        if self._plan.root != self._rank:
+            room[self._rank].copy_(room[self._plan.root])
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Return a contiguous 1-D tensor's bytes, as a view."""
+    """Return a contiguous tensor's bytes, as a view of as many dimensions."""
     return tensor.view(torch.uint8)

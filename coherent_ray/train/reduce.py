@@ -1,16 +1,24 @@
 """The canonical reduction: the gradient of an update, summed over lanes along one fixed tree.
 
 The sum has the same bits at every rank count from 1 to ``lanes``. The tree is `lanes`'; this room
-drives it: a rank's lanes are summed as they come, then all ranks vote (`vote`), then the nodes
-that ranks hold whole are exchanged (`exchange`). torch.distributed, no Ray.
+drives it: a rank's lanes are summed as they come, the nodes that ranks hold whole are exchanged
+(`exchange`), and all ranks vote (`vote`). torch.distributed, no Ray.
 
 One update::
 
-    reducer.begin(update)
+    reducer.begin(update, the lanes that have examples, on any rank)
     for lane in the lanes that this rank carries and that have examples, in order:
-        ... forward and backward of its microbatches ...
+        ... forward and backward of its microbatches, but for the very last:
+        reducer.closes(lane)
+        ... forward and backward of that ...
         reducer.lane_done(lane)
     reduced = reducer.finish(losses, counts, wishes)
+
+In the backward pass after `closes` each bucket is sent as soon as its sum over this rank's lanes is
+final. What is sent then cannot wait for the vote, so it goes through a process group of its own:
+there its order is the buckets', here the vote's, and neither has to wait for the other. If the vote
+says that an update failed, all ranks end what any has begun. Without a second group, in a layout's
+first update, and where a gradient changed after it was sent, all is exchanged after the vote.
 
 A rank that raises anywhere before `finish` calls `abort` instead: it votes too, and every rank
 raises one `TrainingFailed` that names it. A rank that died cannot vote: the others raise
@@ -19,7 +27,8 @@ raises one `TrainingFailed` that names it. A rank that died cannot vote: the oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -29,17 +38,20 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from coherent_ray import canonical
+from coherent_ray.errors import PeerLost, TrainingFailed
+from coherent_ray.train.arrivals import Arrivals
 from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.collectives import Group, gather_all, sum_over_ranks
 from coherent_ray.train.exchange import Exchange
 from coherent_ray.train.gradients import (
+    BUCKET_BYTES,
     FlatGradients,
     FlatLayout,
     clear,
     require_dense,
-    touched_now,
 )
-from coherent_ray.train.lanes import Carry, Subtree, lanes_of, tree_sum
+from coherent_ray.train.lanes import Subtree, lanes_of, tree_sum
+from coherent_ray.train.sums import LaneSums
 from coherent_ray.train.vote import Ballot, Outcome, VoteShape, disagreement, failure
 from coherent_ray.train.wishes import MIDWAY, Wish
 
@@ -67,7 +79,7 @@ class Reduced:
     """Whether a rank stands between two microbatches: then nothing was reduced, all ranks do what
     the wishes say, and then they vote once more."""
     gradients: tuple[Tensor, ...]
-    """The memory behind every ``.grad``, one 1-D tensor a dtype: divide or clip it at once.
+    """The memory behind every ``.grad``, one 1-D tensor a bucket: divide or clip it at once.
 
     Between the parameters, and where a parameter was not touched, it holds zeros.
     """
@@ -93,6 +105,9 @@ class LaneReducer:
         rank: int,
         ranks: int,
         group: Group = None,
+        *,
+        beside: Group = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Lay out the gradients of a model.
 
@@ -103,6 +118,9 @@ class LaneReducer:
             rank: This rank.
             ranks: Number of ranks, at most ``lanes``; at 1 no process group is needed.
             group: The process group; None: the default one.
+            beside: Another one of the same ranks, for what is sent during a backward pass; None:
+                nothing is.
+            bucket_bytes: What is sent at once, but for a parameter that is larger.
 
         Raises:
             ValueError: ``rank`` and ``ranks`` do not fit the lanes or the process group.
@@ -120,34 +138,68 @@ class LaneReducer:
         self._rank = rank
         self._ranks = ranks
         self._group = group
+        self._beside = beside
+        self._bucket_bytes = bucket_bytes
         self._shape = VoteShape(lanes, len(self._parameters), ranks)
         self._update = 0
         self._open = False
         self.bytes_sent = 0
         """Gradient bytes that this rank has sent to others, over all updates."""
+        self.overlapped = 0
+        """Buckets that it has begun to send in a backward pass, over all updates."""
+        self.repeated = 0
+        """Updates that were exchanged once more, as a gradient changed after it was sent."""
         self._device = next((p.device for _, p in self._parameters), torch.device("cpu"))
+        self._agreed: Exchange | None = None
+        self._any_begun = 0
         self._exchanger: Exchange | None = None
-        self._result: FlatGradients | None = None
+        self._arrivals: Arrivals | None = None
+        self._closing: int | None = None
         self._build()
+        self._prepare(None)
+
+    @property
+    def buffers(self) -> int:
+        """How many sums of lanes this rank's memory is for; each is as large as the gradient."""
+        return self._sums.buffers
 
     @property
     def owned(self) -> range:
         """The lanes that this rank carries."""
         return self._owned
 
-    def begin(self, update: int) -> None:
+    def begin(self, update: int, lanes: Collection[int] | None = None) -> None:
         """Start an update: drop every ``.grad``, the last result too.
 
         Args:
             update: Its number; all ranks must be at the same.
+            lanes: The lanes, of all ranks, that are to come; None: every one. All ranks must say
+                the same.
         """
         if self._trainable() != self._layout.trainable:
             clear(self._layout)
             self._build()
         clear(self._layout)
-        self._reset()
         self._update = update
+        self._prepare(lanes)
         self._open = True
+
+    def closes(self, lane: int) -> None:
+        """Say that what is computed until `lane_done` is all that this rank's lanes still bring.
+
+        From here on, what is final is sent in the backward pass; bits do not depend on it.
+
+        Raises:
+            ValueError: The lane is not this rank's, or it came out of order.
+        """
+        self._require_due(lane)
+        if self._arrivals is None or any(self._planned[lane + 1 : self._owned.stop]):
+            return
+        sends = self._exchanger is not None and self._exchanger is self._agreed
+        self._arrivals.open(self._send if sends else None)
+        if sends:
+            self._closing = lane
+            self._sums.close(lane)
 
     def lane_done(self, lane: int) -> None:
         """Take the ``.grad`` of all parameters as a lane's gradient, and clear them.
@@ -159,23 +211,21 @@ class LaneReducer:
             ValueError: The lane is not this rank's, or it came out of order.
             TaskError: A gradient is sparse.
             RuntimeError: No update has begun.
+            PeerLost: Another rank is gone.
         """
-        if not self._open:
-            raise RuntimeError("lane_done was called outside an update; call begin first")
-        if lane not in self._owned or lane < self._carry.next:
-            raise ValueError(f"lane {lane} is not due: {self._owned} from {self._carry.next} on")
-        self._skip_to(lane)
-        touched = touched_now(self._layout)
-        additions = self._carry.arrive(lane, present=bool(touched))
-        if not touched:
-            return
-        self._present.append(lane)
-        self._touched.update(touched)
-        # The first addition is done in place, straight from the gradients: no copy for this lane.
-        if not additions:
-            self._held.append(self._taken())
-        self._held[-1].take(add=additions > 0)
-        self._merge(additions - 1)
+        self._require_due(lane)
+        same = self._arrivals is None or self._arrivals.close()
+        closing, self._closing = self._closing, None
+        self.overlapped += self._begun
+        if closing is not None and self._begun:
+            if same and closing == lane:
+                while self._begun < len(self._layout.buckets):
+                    self._send(self._begun)
+                self._sums.closed(lane)
+                return
+            self._again = True
+        self._sums.reopen()
+        self._sums.take(lane)
 
     def finish(
         self,
@@ -226,10 +276,7 @@ class LaneReducer:
             TrainingFailed: A rank failed, or the ranks are not at the same update.
             PeerLost: Another rank is gone.
         """
-        none = [False] * len(self._parameters)
-        bits = wish.bits | MIDWAY
-        ballot = Ballot(self._update, self._contents, {}, {}, (), none, bits, False, wish.token)
-        outcome = self._vote(ballot, "")
+        outcome = self._vote(self._blank(wish.bits | MIDWAY, wish.token), "")
         return Met(outcome.wishes & ~MIDWAY, outcome.tokens)
 
     def held(self) -> dict[Subtree, tuple[tuple[int, ...], dict[str, Tensor]]]:
@@ -239,13 +286,7 @@ class LaneReducer:
             By node: its lanes that brought a gradient, and their sum by parameter. The tensors are
             the sums themselves: they change when the next lane is done.
         """
-        return {
-            node: (
-                tuple(lane for lane in self._present if node.start <= lane < node.stop),
-                gradients.named(self._touched),
-            )
-            for node, gradients in zip(self._carry.held, self._held, strict=True)
-        }
+        return self._sums.named()
 
     def gradients(self) -> dict[str, Tensor]:
         """Return what the running lane has come to: every ``.grad`` that there is, by parameter.
@@ -277,16 +318,7 @@ class LaneReducer:
             present: Its lanes that brought a gradient.
             tensors: By name of the parameter; the others were not touched.
         """
-        self._skip_to(node.start)
-        additions = self._carry.arrive(node.start, bool(present), node.size)
-        if not present:
-            return
-        self._present.extend(present)
-        self._touched |= {i for i, (n, _) in enumerate(self._parameters) if n in tensors}
-        gradients = self._taken()
-        gradients.put(tensors)
-        self._held.append(gradients)
-        self._merge(additions)
+        self._sums.put(node, present, tensors)
 
     def abort(self, reason: str) -> NoReturn:
         """Vote that this rank failed; then every rank raises, this one too.
@@ -299,10 +331,26 @@ class LaneReducer:
             PeerLost: But where another rank is gone.
         """
         self._open = False
-        none = [False] * len(self._parameters)
-        ballot = Ballot(self._update, self._contents, {}, {}, (), none, 0, failed=True)
-        self._vote(ballot, reason)
+        self._vote(self._blank(failed=True), reason)
         raise AssertionError("a failed vote always raises")
+
+    def let_go(self) -> None:
+        """End what was begun of an update that does not go on after the vote before.
+
+        All ranks must call this, or none.
+
+        Raises:
+            PeerLost: Another rank is gone.
+        """
+        exchange = self._agreed
+        if exchange is None or not self._any_begun:
+            return
+        if not exchange.begun:
+            exchange.begin(self._planned)
+        while exchange.begun < self._any_begun:
+            exchange.start(exchange.blank())
+        self.bytes_sent += exchange.finish()
+        self._any_begun = 0
 
     def sync_buffers(self, buffers: LaneBuffers) -> None:
         """End an update of the model's buffers: every rank gets what lane 0 left.
@@ -325,27 +373,21 @@ class LaneReducer:
         strangers = sorted(lane for lane in {*losses, *counts} if lane not in self._owned)
         if strangers:
             raise ValueError(f"lanes {strangers} are not carried by rank {self._rank}")
-        self._skip_to(self._owned.stop)
-        if not self._held and self._result is None:
-            self._result = self._taken()
+        self._sums.skip_to(self._owned.stop)
         if self._ranks > 1 and self._exchanger is None:
-            self._exchanger = Exchange(
-                self._layout, self._lanes, self._rank, self._ranks, self._group
-            )
-        touched = [index in self._touched for index in range(len(self._parameters))]
-        ballot = Ballot(
-            self._update,
-            self._contents,
-            losses,
-            counts,
-            self._present,
-            touched,
-            wishes,
-            failed=False,
-            token=token,
-        )
+            group = self._group if self._beside is None else self._beside
+            self._exchanger = Exchange(self._layout, self._lanes, self._rank, self._ranks, group)
+        touched = [index in self._sums.touched for index in range(len(self._parameters))]
+        mine = self._update, self._contents, losses, counts, self._sums.present, touched
+        ballot = Ballot(*mine, wishes, False, token, self._begun, self._again)
         self._shape.encode(ballot, self._rank)
         return ballot
+
+    def _blank(self, wishes: int = 0, token: int = 0, *, failed: bool = False) -> Ballot:
+        """Return what this rank says when it has no sum to exchange."""
+        none = [False] * len(self._parameters)
+        mine = self._update, self._contents
+        return Ballot(*mine, {}, {}, (), none, wishes, failed, token, self._begun)
 
     def _vote(self, ballot: Ballot, reason: str) -> Outcome:
         values = self._shape.encode(ballot, self._rank)
@@ -354,12 +396,21 @@ class LaneReducer:
             sum_over_ranks(vector, self._group)
             values = vector.tolist()
         outcome = self._shape.decode(values)
+        self._any_begun = outcome.begun
         if outcome.failed:
-            raise failure(self._update, self._reasons(outcome.failed, reason))
+            raise self._ended(outcome, failure(self._update, self._reasons(outcome.failed, reason)))
         for what, said in (("update", outcome.updates), ("parameters", outcome.contents)):
             if len(set(said)) > 1:
-                raise disagreement(what, said)
+                raise self._ended(outcome, disagreement(what, said))
         return outcome
+
+    def _ended(self, outcome: Outcome, error: TrainingFailed) -> TrainingFailed:
+        """Return an error that every rank raises, when nothing that was begun is left."""
+        # At different updates the ranks may have begun different things: then nothing can be ended.
+        if len(set(outcome.updates)) == 1:
+            with suppress(PeerLost):
+                self.let_go()
+        return error
 
     def _reasons(self, failed: Sequence[int], reason: str) -> dict[int, str]:
         """Bring the failed ranks' reasons to all; every rank is here, as all have voted."""
@@ -374,57 +425,76 @@ class LaneReducer:
         return {rank: text.rstrip(b"\0").decode(errors="ignore") for rank, text in cut.items()}
 
     def _exchange(self, outcome: Outcome) -> tuple[Tensor, ...]:
-        if self._held:
-            self._result = self._held[0]
-        result = self._result
-        if result is None or not any(outcome.present):
+        if (result := self._sum_of_all(outcome)) is None:
             return ()
-        if self._exchanger is not None:
-            self.bytes_sent += self._exchanger.run(self._held, outcome.present, result)
         result.give(outcome.touched)
-        groups = self._layout.groups
-        return tuple(f[: g.items] for f, g in zip(result.flats, groups, strict=True))
+        buckets = self._layout.buckets
+        return tuple(f[: b.items] for f, b in zip(result.flats, buckets, strict=True))
 
-    def _skip_to(self, lane: int) -> None:
-        """Let the lanes before one arrive empty, and add what that completes."""
-        while self._carry.next < lane:
-            self._merge(self._carry.arrive(self._carry.next, present=False))
+    def _sum_of_all(self, outcome: Outcome) -> FlatGradients | None:
+        """Return the root of the tree; None: no lane brought a gradient."""
+        present, exchange = outcome.present, self._exchanger
+        surprise = any(here and not told for here, told in zip(present, self._planned, strict=True))
+        if outcome.begun and (outcome.again or surprise):
+            self.let_go()
+            self.repeated += 1
+        if not any(present):
+            return None
+        if exchange is None:
+            (result,) = self._sums.nodes.values()
+            return result
+        sent = self._planned if self._any_begun else present
+        nodes = self._sums.for_nodes(sent)
+        if not exchange.begun:
+            exchange.begin(sent)
+        for index in range(exchange.begun, len(self._layout.buckets)):
+            exchange.start([node.flats[index] for node in nodes])
+        self.bytes_sent += exchange.finish()
+        self._agreed = exchange
+        return exchange.result
+
+    def _send(self, index: int) -> None:
+        """Send a bucket of the last lane with what it completes: the next one."""
+        exchange = self._exchanger
+        assert exchange is not None
+        if not exchange.begun:
+            exchange.begin(self._planned)
+        self._sums.total()
+        exchange.start([node.flats[index] for node in self._sums.for_nodes(self._planned)])
+
+    @property
+    def _begun(self) -> int:
+        """Buckets that this rank has begun to exchange."""
+        return self._agreed.begun if self._agreed is not None else 0
+
+    def _require_due(self, lane: int) -> None:
+        if not self._open:
+            raise RuntimeError("lane_done was called outside an update; call begin first")
+        if lane not in self._owned or lane < self._sums.due:
+            raise ValueError(f"lane {lane} is not due: {self._owned} from {self._sums.due} on")
 
     # --- memory -----------------------------------------------------------------------------------
 
     def _build(self) -> None:
         """Lay out what is trainable now; memory is taken when it is first needed."""
-        self._layout = FlatLayout(self._parameters, self._ranks)
-        facts = [self._lanes, self._layout.facts()]
+        self._layout = FlatLayout(self._parameters, self._ranks, self._bucket_bytes)
+        facts = [self._lanes, self._bucket_bytes, self._layout.facts()]
         self._contents = int(canonical.digest(facts).partition(":")[2][:_CONTENTS_DIGITS], 16)
+        # What was agreed before stays: others may have begun it, where only this rank has changed.
         self._exchanger = None
-        self._spare: list[FlatGradients] = []
-        self._clear_update()
+        self._sums = LaneSums(self._layout, self._owned, self._lanes)
+        if self._arrivals is not None:
+            self._arrivals.remove()
+        self._arrivals = Arrivals(self._layout) if self._beside is not None else None
 
-    def _clear_update(self) -> None:
-        """Forget the last update, but for its place in the memory."""
-        self._carry = Carry(self._owned, self._lanes)
-        self._held: list[FlatGradients] = []
-        self._result = None
-        self._present: list[int] = []
-        self._touched: set[int] = set()
-
-    def _reset(self) -> None:
-        """Make all memory spare again."""
-        if self._result is not None and self._result not in self._held:
-            self._held.append(self._result)
-        self._spare.extend(self._held)
-        self._clear_update()
-
-    def _taken(self) -> FlatGradients:
-        return self._spare.pop() if self._spare else FlatGradients(self._layout)
-
-    def _merge(self, additions: int) -> None:
-        """Add the top of the stack to what is under it, some times."""
-        for _ in range(additions):
-            done = self._held.pop()
-            self._held[-1].add(done)
-            self._spare.append(done)
+    def _prepare(self, lanes: Collection[int] | None) -> None:
+        """Forget the last update, but for its memory."""
+        self._sums.reset()
+        if self._arrivals is not None:
+            self._arrivals.close()
+        self._planned = tuple(lanes is None or lane in lanes for lane in range(self._lanes))
+        self._closing = None
+        self._again = False
 
     def _trainable(self) -> tuple[int, ...]:
         return tuple(i for i, (_, p) in enumerate(self._parameters) if p.requires_grad)

@@ -55,6 +55,7 @@ from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
+from coherent_ray.train.collectives import second_group
 from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
@@ -67,7 +68,7 @@ from coherent_ray.train.recipe import CODE, differences, recipe_of
 from coherent_ray.train.reduce import LaneReducer, Met, Reduced
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
-from coherent_ray.train.update import Update
+from coherent_ray.train.update import Update, lanes_with_examples
 from coherent_ray.train.whereabouts import LISTEN_S, REPEAT_S, Beacon
 from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
@@ -191,7 +192,11 @@ class Session:
         agreement.check_same_start(state, self.rank, self.ranks, self.device)
         inner = plain(model)
         self.reducer = LaneReducer(
-            list(inner.named_parameters()), self.config.data.lanes, self.rank, self.ranks
+            list(inner.named_parameters()),
+            self.config.data.lanes,
+            self.rank,
+            self.ranks,
+            beside=second_group() if self.ranks > 1 else None,
         )
         self.buffers = LaneBuffers(inner)
         if stored is not None:
@@ -304,6 +309,8 @@ class Session:
             finite.require_parameters(self.model, update.number - 1)
         state = self._midway_state(update)
         self.boundaries.save(self.position, state)
+        if met.wishes & (WISH_STOP | WISH_LEAVE):
+            self.reducer.let_go()
         if self.stopped:
             self.boundaries.finish(self.position, state)
             raise StoppedMidway
@@ -421,7 +428,7 @@ class Session:
 
     def _abort(self, number: int, error: Exception | SystemExit) -> None:
         try:
-            self.reducer.begin(number)
+            self.reducer.begin(number, lanes_with_examples(self.plan.update(number)))
             self.reducer.abort(in_words(error))
         except PeerLost:
             return

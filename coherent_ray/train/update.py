@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from coherent_ray.data.loader import LoadedUpdate
+from coherent_ray.data.plan import UpdatePlan
 from coherent_ray.errors import TaskError, TrainingFailed
 from coherent_ray.train import finite, losses, partial
 from coherent_ray.train.partial import Held, Started, Usable
@@ -80,9 +81,10 @@ class Update:
                 remedy="loop over update.microbatches() once, then call update.step()",
             )
         self._begun = True
-        session.reducer.begin(self.number)
+        session.reducer.begin(self.number, lanes_with_examples(self._loaded.plan))
         session.buffers.begin()
         before = session.done_before(self)
+        all_of_them = [m for lane in self._loaded.lanes for m in lane.microbatches]
         for lane in self._loaded.lanes:
             if not lane.microbatches or self._goes_on(lane.lane, before):
                 continue
@@ -91,6 +93,8 @@ class Update:
             self._go_on_within(lane.lane, before)
             for loaded in lane.microbatches[self._tally.done(lane.lane) :]:
                 session.between(self)
+                if loaded is all_of_them[-1]:
+                    session.reducer.closes(lane.lane)
                 index = loaded.plan.index
                 seed_everything(session.plan.seed_for("step", self.number, lane.lane, index))
                 micro = Micro(lane.lane, index, to_device(loaded.batch, session.device))
@@ -287,6 +291,11 @@ class Update:
     def _autocast(self) -> torch.autocast:
         dtype = _PRECISIONS.get(self._session.config.training.precision)
         return torch.autocast(self._session.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+def lanes_with_examples(plan: UpdatePlan) -> list[int]:
+    """Return the lanes of all ranks that an update has examples for."""
+    return [lane.lane for lane in plan.lanes if lane.microbatches]
 
 
 def seed_everything(seed: int) -> None:

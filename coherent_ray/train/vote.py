@@ -39,6 +39,10 @@ class Ballot:
     failed: bool
     token: int = 0
     """Of the wish to save, below 2**53; 0: of none."""
+    begun: int = 0
+    """Buckets whose exchange this rank has begun before the vote."""
+    again: bool = False
+    """Whether a gradient changed after it was sent, so that all must be exchanged again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,10 @@ class Outcome:
     contents: tuple[int, ...]
     tokens: tuple[int, ...]
     """By rank."""
+    begun: int
+    """Buckets whose exchange some rank has begun before the vote."""
+    again: bool
+    """Whether all must be exchanged again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +78,7 @@ class VoteShape:
     @property
     def length(self) -> int:
         """Items of the vector."""
-        return 3 * self.lanes + self.parameters + WISH_BITS + 4 * self.ranks
+        return 3 * self.lanes + self.parameters + WISH_BITS + 6 * self.ranks
 
     def encode(self, ballot: Ballot, rank: int) -> list[float]:
         """Return a rank's vector, `length` float64 items.
@@ -91,7 +99,8 @@ class VoteShape:
         touched = [float(flag) for flag in ballot.touched]
         wishes = [float(ballot.wishes >> bit & 1) for bit in range(WISH_BITS)]
         own: list[float] = []
-        for value in (ballot.failed, ballot.update, ballot.contents, ballot.token):
+        facts = (ballot.failed, ballot.update, ballot.contents, ballot.token)
+        for value in (*facts, ballot.begun, ballot.again):
             slots = [0.0] * self.ranks
             slots[rank] = float(value)
             own += slots
@@ -109,7 +118,7 @@ class VoteShape:
         losses, counts, present = take(self.lanes), take(self.lanes), take(self.lanes)
         touched, wishes = take(self.parameters), take(WISH_BITS)
         failed, updates, contents = take(self.ranks), take(self.ranks), take(self.ranks)
-        tokens = take(self.ranks)
+        tokens, begun, again = take(self.ranks), take(self.ranks), take(self.ranks)
         return Outcome(
             losses=tuple(losses),
             counts=tuple(map(int, counts)),
@@ -120,6 +129,8 @@ class VoteShape:
             updates=tuple(map(int, updates)),
             contents=tuple(map(int, contents)),
             tokens=tuple(map(int, tokens)),
+            begun=int(max(begun)),
+            again=any(value > 0 for value in again),
         )
 
     def _by_lane(self, values: Mapping[int, float]) -> list[float]:

@@ -48,7 +48,7 @@ def test_a_failed_collective_is_a_lost_peer(
 
 
 def test_waiting_is_a_part_of_it() -> None:
-    with pytest.raises(PeerLost, match="all_to_all failed: timed out"):
+    with pytest.raises(PeerLost, match="exchange failed: timed out"):
         collectives.wait(Failing(RuntimeError("timed out")))
 
 

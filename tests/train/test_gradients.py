@@ -31,15 +31,16 @@ def parameters() -> list[tuple[str, nn.Parameter]]:
 def test_views_are_disjoint_aligned_and_inside_whole_chunks(ranks: int) -> None:
     layout = FlatLayout(parameters(), ranks)
     assert layout.trainable == (0, 1, 2, 3, 4)
-    assert [group.dtype for group in layout.groups] == [torch.bfloat16, torch.float32]
-    for group, flat in zip(layout.groups, FlatGradients(layout).flats, strict=True):
-        assert flat.numel() == group.chunk * ranks >= group.items
-        assert group.chunk * flat.element_size() % ALIGNMENT == 0
-        ends = [o + p.numel() for o, p in zip(group.offsets, group.parameters, strict=True)]
+    assert [bucket.dtype for bucket in layout.buckets] == [torch.bfloat16, torch.float32]
+    for bucket, flat in zip(layout.buckets, FlatGradients(layout).flats, strict=True):
+        assert flat.numel() == bucket.chunk * ranks >= bucket.items
+        assert bucket.chunk * flat.element_size() % ALIGNMENT == 0
+        ends = [o + p.numel() for o, p in zip(bucket.offsets, bucket.parameters, strict=True)]
         assert all(
-            end <= start for end, start in zip(ends, (*group.offsets[1:], group.items), strict=True)
+            end <= start
+            for end, start in zip(ends, (*bucket.offsets[1:], bucket.items), strict=True)
         )
-        assert all(offset * flat.element_size() % ALIGNMENT == 0 for offset in group.offsets)
+        assert all(offset * flat.element_size() % ALIGNMENT == 0 for offset in bucket.offsets)
 
 
 def test_take_moves_adds_and_clears() -> None:
@@ -49,7 +50,7 @@ def test_take_moves_adds_and_clears() -> None:
     for add, expected in ((False, 1.0), (True, 2.0), (True, 3.0), (False, 1.0)):
         for _, p in named[:5]:
             p.grad = torch.ones_like(p)
-        assert touched_now(layout) == [3, 0, 1, 2, 4]
+        assert touched_now(layout) == [3, 4, 2, 1, 0]
         flat.take(add)
         assert touched_now(layout) == []
         flat.give([True] * 6)

@@ -50,6 +50,8 @@ def test_the_outcome_is_what_was_said_in_any_order_of_adding(ranks: int) -> None
             wishes=1 << rank | 1 << WISH_BITS - 1,
             failed=rank == 1,
             token=2**53 - 1 - rank if rank % 2 else 0,
+            begun=3 * rank + 1,
+            again=rank == 2,
         )
         for rank in range(ranks)
     ]
@@ -63,6 +65,8 @@ def test_the_outcome_is_what_was_said_in_any_order_of_adding(ranks: int) -> None
         updates=(12,) * ranks,
         contents=tuple(2**48 - 1 - rank for rank in range(ranks)),
         tokens=tuple(2**53 - 1 - rank if rank % 2 else 0 for rank in range(ranks)),
+        begun=3 * ranks - 2,
+        again=ranks > 2,
     )
     for _ in range(5):
         order = draw.sample(range(ranks), ranks)

@@ -32,6 +32,55 @@ Look = Callable[["Rank", int, Micro], None]
 """Called by a rank's thread with the update when a microbatch is computed."""
 
 
+class Posted:
+    """Something that every rank brings, and nobody waits for before it must."""
+
+    def __init__(self, mail: Mail, key: tuple[str, int], fill: Callable[[list[Any]], None]) -> None:
+        self._mail, self._key, self._fill = mail, key, fill
+
+    def is_there(self) -> bool:
+        return self._mail.is_there(self._key)
+
+    def wait(self) -> None:
+        self._fill(self._mail.collect(self._key))
+
+
+class Mail:
+    """What ranks bring to one another, in an order of its own on each of them."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._came = threading.Condition()
+        self._rows: dict[tuple[str, int], dict[int, Any]] = {}
+        self._turns: dict[tuple[str, int], int] = {}
+        self.broken = False
+
+    def post(self, kind: str, rank: int, mine: Any, fill: Callable[[list[Any]], None]) -> Posted:
+        with self._came:
+            turn = self._turns[kind, rank] = self._turns.get((kind, rank), 0) + 1
+            self._rows.setdefault((kind, turn), {})[rank] = mine
+            self._came.notify_all()
+        return Posted(self, (kind, turn), fill)
+
+    def is_there(self, key: tuple[str, int]) -> bool:
+        with self._came:
+            return len(self._rows[key]) == self._ranks
+
+    def collect(self, key: tuple[str, int]) -> list[Any]:
+        with self._came:
+            there = self._came.wait_for(
+                lambda: self.broken or len(self._rows[key]) == self._ranks, _PATIENCE_S
+            )
+            if not there or len(self._rows[key]) < self._ranks:
+                raise threading.BrokenBarrierError
+            return [self._rows[key][rank] for rank in range(self._ranks)]
+
+    def leave(self) -> None:
+        with self._came:
+            self.broken = True
+            self._came.notify_all()
+
+
 class Together:
     """The collectives of some threads, by the names that `coherent_ray.train.collectives` has."""
 
@@ -39,6 +88,8 @@ class Together:
         self._barrier = threading.Barrier(ranks, timeout=_PATIENCE_S)
         self._slots: list[Any] = [None] * ranks
         self._who = threading.local()
+        self._mail = Mail(ranks)
+        self._group = object()
         self.dist = SimpleNamespace(
             get_rank=lambda group: self._who.rank, get_world_size=lambda group: ranks
         )
@@ -49,6 +100,10 @@ class Together:
     def leave(self) -> None:
         """Let nobody wait for a rank that raised."""
         self._barrier.abort()
+        self._mail.leave()
+
+    def second_group(self) -> Any:
+        return self._group
 
     def _all(self, mine: Any) -> list[Any]:
         self._slots[self._who.rank] = mine
@@ -65,14 +120,37 @@ class Together:
 
     def scatter_all(
         self, received: Tensor, sent: Tensor, receive: list[int], send: list[int], group: Any
-    ) -> None:
-        rows = self._all(torch.split(sent.clone(), send))
-        parts = [row[self._who.rank] for row in rows]
-        assert [part.numel() for part in parts] == receive
-        received.copy_(torch.cat(parts))
+    ) -> Posted | None:
+        own = self._who.rank
 
-    def wait(self, work: None) -> None:
-        return
+        def fill(rows: list[Any]) -> None:
+            parts = [row[own] for row in rows]
+            assert [part.numel() for part in parts] == receive
+            received.copy_(torch.cat(parts))
+
+        # On the device it would be read only now: what changes before the end is the test's to see.
+        mine = torch.split(sent if group is self._group else sent.clone(), send)
+        if group is self._group:
+            return self._mail.post("scatter", own, mine, fill)
+        fill(self._all(mine))
+        return None
+
+    def gather_begin(self, rows: Tensor, tag: int, group: Any) -> list[Posted]:
+        own = self._who.rank
+
+        def fill(found: list[Any]) -> None:
+            for rank, row in enumerate(found):
+                if rank != own:
+                    rows[rank].copy_(row)
+
+        return [self._mail.post("gather", own, rows[own].clone(), fill)]
+
+    def ready(self, work: Posted, device: torch.device) -> bool:
+        return work.is_there()
+
+    def wait(self, work: Posted | None) -> None:
+        if work is not None:
+            work.wait()
 
     def from_first(self, tensor: Tensor, group: Any) -> None:
         tensor.copy_(self._all(tensor.clone())[0])
@@ -109,7 +187,8 @@ class Rank:
 def _patched(together: Together, lines: list[ThreadLine]) -> Iterator[None]:
     rooms = {
         "reduce": ("sum_over_ranks", "gather_all", "dist"),
-        "exchange": ("gather_all", "scatter_all", "wait"),
+        "exchange": ("gather_begin", "ready", "scatter_all", "wait"),
+        "session": ("second_group",),
         "buffers": ("from_first",),
         "sharing": ("gather_all", "scatter_all", "wait"),
         "agreement": ("gather_all",),
