@@ -197,10 +197,14 @@ class Exchange:
     def _add(self, room: Tensor) -> None:
         """Add up what has arrived, and leave the sum in this rank's row."""
         assert self._plan is not None
-        for target, other in self._plan.additions:
-            reals(room[target]).add_(reals(room[other]))
-        if self._plan.root != self._rank:
-            room[self._rank].copy_(room[self._plan.root])
+        rows, own = reals(room), self._rank
+        for target, other in self._plan.additions[:-1]:
+            rows[target].add_(rows[other])
+        # By the last one all other rows have been added, so this rank's is free.
+        for target, other in self._plan.additions[-1:]:
+            torch.add(rows[target], rows[other], out=rows[own])
+        if not self._plan.additions and self._plan.root != own:
+            rows[own].copy_(rows[self._plan.root])
 
 
 def _raw(tensor: Tensor) -> Tensor:
