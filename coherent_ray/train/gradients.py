@@ -24,8 +24,10 @@ from coherent_ray.errors import TaskError
 
 #: Bytes to which every view and every rank's chunk is aligned.
 ALIGNMENT = 64
-#: Bytes of a bucket, but for a parameter that is larger by itself.
-BUCKET_BYTES = 4 << 20
+#: Bytes of a bucket, but for a parameter that is larger by itself; DistributedDataParallel's, too.
+BUCKET_BYTES = 25 << 20
+#: Bytes of the first bucket, so that something is sent soon.
+FIRST_BYTES = 1 << 20
 
 NamedParameter = tuple[str, Parameter]
 
@@ -59,7 +61,8 @@ class FlatLayout:
         Args:
             parameters: Names and parameters; those that are frozen are left out.
             ranks: Number of chunks that every flat tensor is cut into.
-            bucket_bytes: A bucket takes no further parameter that would make it larger than this.
+            bucket_bytes: A bucket takes no further parameter that would make it larger than this,
+                or the first one larger than `FIRST_BYTES`.
 
         Raises:
             TaskError: The trainable parameters lie on several devices.
@@ -302,7 +305,8 @@ def _filled(
     open_: dict[torch.dtype, list[tuple[int, str, Parameter]]] = {}
     for entry in reversed(entries):
         dtype, size = entry[2].dtype, _nbytes([entry])
-        if dtype in open_ and _nbytes(open_[dtype]) + size > bucket_bytes:
+        most = bucket_bytes if done else min(FIRST_BYTES, bucket_bytes)
+        if dtype in open_ and _nbytes(open_[dtype]) + size > most:
             done.append(open_.pop(dtype))
         open_.setdefault(dtype, []).append(entry)
     return sorted([*done, *open_.values()], key=lambda bucket: -bucket[-1][0])

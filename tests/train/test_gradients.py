@@ -43,6 +43,17 @@ def test_views_are_disjoint_aligned_and_inside_whole_chunks(ranks: int) -> None:
         assert all(offset * flat.element_size() % ALIGNMENT == 0 for offset in bucket.offsets)
 
 
+def test_buckets_are_filled_from_the_last_parameter_on() -> None:
+    kib = 256
+    sizes = [4000 * kib, 30_000 * kib, 20_000 * kib, 3000 * kib, 2000 * kib, 700 * kib, 300 * kib]
+    named = [(f"p{i}", nn.Parameter(torch.empty(n, device="meta"))) for i, n in enumerate(sizes)]
+    named.insert(3, ("half", nn.Parameter(torch.empty(8, dtype=torch.half, device="meta"))))
+    found = [bucket.names for bucket in FlatLayout(named, 2).buckets]
+    assert found == [("p6", "p5"), ("half",), ("p4", "p3", "p2"), ("p1",), ("p0",)]
+    small = [bucket.names for bucket in FlatLayout(named, 2, bucket_bytes=1).buckets]
+    assert small == [(name,) for name, _ in reversed(named)]
+
+
 def test_take_moves_adds_and_clears() -> None:
     named = parameters()
     layout = FlatLayout(named, 2)
