@@ -24,8 +24,8 @@ from coherent_ray.train.reduce import LaneReducer, Reduced
 from coherent_ray.train.wishes import WISH_SAVE, Wish
 
 RANKS = 4
-#: Lanes and ranks; at 4 of 6 lanes a rank holds two nodes.
-PLACES = ((4, 2), (4, 4), (6, 3), (6, 4))
+#: Lanes and ranks; a last lane completes two nodes or more, one, none; a rank holds two nodes.
+PLACES = ((8, 2), (6, 3), (4, 4), (6, 4))
 #: Examples of each update; tails leave lanes, and ranks, without any.
 UPDATES = (24, 24, 24, 5, 1, 24)
 BUCKETS = (1, 600, 1 << 20)

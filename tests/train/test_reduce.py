@@ -254,6 +254,19 @@ def test_an_update_without_any_gradient_leaves_none() -> None:
     assert [p.grad for _, p in parameters] == [None, None]
 
 
+@pytest.mark.parametrize("silent", range(4))
+def test_a_lane_without_gradient_still_completes_its_nodes(silent: int) -> None:
+    parameter = nn.Parameter(torch.zeros(2))
+    reducer = LaneReducer([("p", parameter)], 4, 0, 1)
+    reducer.begin(1)
+    for lane in range(4):
+        parameter.grad = None if lane == silent else torch.full((2,), 10.0**lane)
+        reducer.lane_done(lane)
+    reducer.finish({}, {})
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [1111.0 - 10**silent] * 2
+
+
 def test_what_is_frozen_later_is_left_out_and_comes_back() -> None:
     parameters = one()
     reducer = LaneReducer(parameters, 2, 0, 1)
