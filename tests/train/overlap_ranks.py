@@ -20,6 +20,7 @@ from reduction_ranks import Odd, Plain, bits, caught, lane_bounds
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from coherent_ray.train.collectives import second_group
 from coherent_ray.train.reduce import LaneReducer, Reduced
 from coherent_ray.train.wishes import WISH_SAVE, Wish
 
@@ -259,6 +260,7 @@ def failures(place: Place) -> Any:
         result["backward"] = caught(lambda: job.reducer.finish({}, {}))
     except ValueError as error:
         reason = str(error)
+        job.reducer.begin(2, list(job.lanes()))  # as a session does, which may not have begun
         result["backward"] = caught(lambda: job.reducer.abort(reason))
 
     job = Job(place)
@@ -358,6 +360,8 @@ def main(process: int, folder: str) -> None:
     for lanes, ranks in PLACES:
         members = list(range(ranks))
         groups = dist.new_group(members, timeout), dist.new_group(members, timeout)
+        if ranks == RANKS:
+            groups = None, second_group()
         if process >= ranks:
             continue
         place = Place(lanes, process, ranks, *groups)
@@ -366,5 +370,7 @@ def main(process: int, folder: str) -> None:
         for size in BUCKETS:
             sized = Place(lanes, process, ranks, *groups, size)
             seen[f"buckets of {size}/{lanes}/{ranks}"] = train(sized, "Odd")
+    second = groups[1]._get_backend(torch.device("cpu")).options._timeout
+    seen["timeout"] = [timeout.total_seconds(), second.total_seconds()]
     Path(folder, f"{process}.json").write_text(json.dumps(seen))
     dist.destroy_process_group()

@@ -118,6 +118,10 @@ def test_an_update_that_is_left_in_its_middle_leaves_nothing_hanging(
     assert results[-1]["overlapped"] == 0
 
 
+def test_the_second_group_waits_as_long_as_the_first(seen: list[dict[str, Any]]) -> None:
+    assert [each["timeout"] for each in seen] == [[120.0, 120.0]] * RANKS
+
+
 @pytest.mark.parametrize(("lanes", "ranks"), PLACES)
 def test_bytes_and_memory(seen: list[dict[str, Any]], lanes: int, ranks: int) -> None:
     gradient = 4 * 3072 * 4
