@@ -41,7 +41,8 @@ class Arrivals:
 
         Args:
             told: Called in the backward pass with each bucket that seems final, in order; what it
-                raises ends that pass. None: it is only learnt how often gradients come.
+                raises ends that pass. It may move the gradients elsewhere. None: it is only learnt
+                how often they come.
         """
         self._left = [list(usual) for usual in self._usual]
         self._missing = [sum(usual) for usual in self._usual]
@@ -79,8 +80,8 @@ class Arrivals:
             return
         while self._next < len(self._missing) and not self._missing[self._next]:
             index, self._next = self._next, self._next + 1
-            self._marks += _marks(self._buckets[index].parameters)
             self._told(index)
+            self._marks += _marks(self._buckets[index].parameters)
 
     def _hooked(self) -> list[RemovableHandle]:
         # What is nobody's any more must not be kept by the parameters that it watched.

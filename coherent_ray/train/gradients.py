@@ -153,7 +153,8 @@ class FlatGradients:
     def total(self, index: int, under: Sequence[FlatGradients]) -> None:
         """Set one bucket to the parameters' ``.grad`` and others' sums, added one after the other.
 
-        What is added stays as it is: so a total can be made again, of other gradients.
+        What is added stays as it is: so a total can be made again, of other gradients. Where there
+        is nothing to add, the ``.grad``s become the bucket's views.
 
         Raises:
             TaskError: A gradient is sparse.
@@ -170,6 +171,10 @@ class FlatGradients:
             _move(bucket, views, add=bool(under))
         for other in under[1:]:
             reals(flat).add_(reals(other.flats[index]))
+        if not under and len(gradients) == len(views):
+            # The sum is the gradient, which need not be there twice.
+            for parameter, view in zip(bucket.parameters, views, strict=True):
+                parameter.grad = view
 
     def add(self, other: FlatGradients) -> None:
         """Add another set to this one."""

@@ -94,6 +94,29 @@ def test_a_missing_gradient_is_the_zero_that_changes_nothing() -> None:
     assert not first.flats[0][16:20].signbit()[1]
 
 
+def test_a_total_leaves_what_it_is_made_of_and_is_the_gradient_where_that_is_all() -> None:
+    named = [("p", nn.Parameter(torch.zeros(4))), ("q", nn.Parameter(torch.zeros(4)))]
+    layout = FlatLayout(named, 1)
+    held, lower, total = (FlatGradients(layout) for _ in range(3))
+    for flat, value in ((held, 1.0), (lower, 4.0)):
+        for _, p in named:
+            p.grad = torch.full_like(p, value)
+        flat.take(add=False)
+    for under, expected in (([], 0.5), ([held], 1.5), ([held, lower], 5.5)):
+        given = [torch.full_like(p, 0.5) for _, p in named]
+        for (_, p), gradient in zip(named, given, strict=True):
+            p.grad = gradient
+        total.total(0, under)
+        # Without another sum the gradient is not kept twice.
+        assert all((p.grad is g) == bool(under) for (_, p), g in zip(named, given, strict=True))
+        assert all(p.grad is not None and (p.grad == 0.5).all() for _, p in named)
+        assert total.flats[0].unique().tolist() == [0.0, expected]
+    assert (held.flats[0].max(), lower.flats[0].max()) == (1.0, 4.0)
+    named[0][1].grad = None
+    total.total(0, [held])
+    assert total.named([0, 1])["p"].tolist() == [1.0] * 4
+
+
 def test_what_was_here_before_is_gone_where_a_gradient_is_missing() -> None:
     named = [("p", nn.Parameter(torch.zeros(4))), ("z", nn.Parameter(torch.zeros(2) * 1j))]
     layout = FlatLayout(named, 1)
