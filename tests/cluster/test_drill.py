@@ -22,7 +22,10 @@ import ray
 import tiny
 import yaml
 
+from coherent_ray import config as config_
 from coherent_ray.commit.generations import Generations
+from coherent_ray.commit.manifest import Manifest
+from coherent_ray.drill.rehearsal import Life, rehearse
 from coherent_ray.drill.scenarios import SCENARIOS
 from coherent_ray.storage import open_storage
 
@@ -121,6 +124,32 @@ def test_a_zombie_s_late_shard_and_acknowledgement(configuration: Path, tmp_path
     # It wrote its shard to the end, and no generation is made of it.
     assert (root / "generations" / "g2-a1" / "shard-00001-of-00002.safetensors").exists()
     assert "g2-a1" not in tiny.published(root)
+
+
+@pytest.mark.campaign
+def test_a_run_that_follows_its_cluster_is_the_one_rank_run(
+    tiny_data: Path, configuration: Path, tmp_path: Path
+) -> None:
+    """On three nodes: one is taken, another comes. No power of two, and no failure to spare."""
+    more = ("--set", "cluster.workers=3", "--scenario", "elastic", "--keep")
+    result = drilled(configuration, tmp_path / "drills", *more)
+    (scenario,) = result["scenarios"]
+    lost, joined = scenario["injected"]
+    assert (scenario["attempts"], joined["victim"], joined["lost"]) == (3, "for 3 workers", 0)
+    assert lost["lost"] == lost["update"] - 2 * tiny.EVERY
+
+    alone = tmp_path / "alone"
+    changes = {"training__updates": UPDATES, "cluster__workers": 1}
+    assert rehearse(config_.build(tiny.values(alone, tiny_data, **changes)), Life(1))
+    followed = Path(result["root"]) / "elastic"
+    assert tiny.history(followed) == tiny.history(alone)
+    ranks = {(m.header.attempt, m.header.ranks) for m in manifests(followed)}
+    assert ranks == {(1, 3), (2, 2), (3, 3)}
+
+
+def manifests(root: Path) -> list[Manifest]:
+    generations = Generations(open_storage(str(root)))
+    return [generations.manifest(publish) for publish in generations.history().live]
 
 
 @pytest.mark.campaign
