@@ -25,7 +25,7 @@ import ray
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import (
     get_or_create_autoscaling_coordinator,
 )
-from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayActorError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 from ray.train import WorkerGroupError
 from ray.train.v2._internal.execution.callback import ControllerCallback, WorkerGroupCallback
 from ray.train.v2._internal.execution.controller.state import ReschedulingState, ResizingState
@@ -54,6 +54,7 @@ class Elasticity(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self._config = config
         self._every_s = min(COUNT_EVERY_S, config.cluster.resize_interval_s / 2)
         self._requester = ""
+        self._counter: Any = None
         self._group: Any = None
         self._counted = 0.0
         self._late = 0
@@ -61,8 +62,10 @@ class Elasticity(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
     # --- what Ray calls ---------------------------------------------------------------------------
 
     def after_controller_start(self, train_run_context: Any) -> None:
-        """Remember under which name Ray's policy asks for resources."""
+        """Remember under which name Ray's policy asks for resources, and whom."""
         self._requester = f"train-{train_run_context.run_id}"
+        # Once, as the policy does, which Ray calls before this: a later one may be another actor.
+        self._counter = get_or_create_autoscaling_coordinator()
 
     def after_worker_group_start(self, worker_group: Any) -> None:
         """Remember the group."""
@@ -100,15 +103,16 @@ class Elasticity(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
         self.lost()
         try:
             ray.get(self._count(), timeout=_ANSWER_S)
-        except GetTimeoutError:
-            return  # Ray goes by what it knew, and tries again where that was too much
-        except RayActorError as error:
+        except ActorDiedError as error:
             # Ray's policy keeps the handle of the dead one, and would wait with it for ever.
             raise ClusterError(
                 f"the actor by which Ray counts nodes is gone: {error}",
                 where="AutoscalingCoordinator",
                 remedy="none is needed: another driver starts another",
             ) from error
+        except (RayError, RuntimeError) as error:
+            # Ray goes by what it knew, and tries again where that was too much.
+            logger.warning("the cluster could not be counted anew: %s", error)
 
     # --- what is done -----------------------------------------------------------------------------
 
@@ -122,7 +126,10 @@ class Elasticity(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
             return ()
         workers = dict(enumerate(self._group.get_workers()))
         settle(workers, SETTLE_S)
-        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        try:
+            alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        except (RayError, RuntimeError):
+            return ()  # the head may be away for a moment, and nobody knows
         return tuple(rank for rank, w in workers.items() if w.metadata.node_id not in alive)
 
     def _leave(self, workers: int) -> None:
@@ -153,8 +160,7 @@ class Elasticity(ControllerCallback, WorkerGroupCallback):  # type: ignore[misc]
 
     def _count(self) -> Any:
         """Have Ray count the cluster now; returns the answer's reference."""
-        counter = get_or_create_autoscaling_coordinator()
-        return counter.get_reserved_resources.remote(self._requester, recompute=True)
+        return self._counter.get_reserved_resources.remote(self._requester, recompute=True)
 
 
 def settle(workers: Mapping[int, Any], within_s: float) -> None:

@@ -47,10 +47,12 @@ def command(configuration: Path, root: Path, *more: str) -> list[str]:
     return [*program, "--root", str(root), "--set", f"training.updates={UPDATES}", *more]
 
 
-def drilled(configuration: Path, root: Path, *more: str) -> dict[str, Any]:
+def drilled(
+    configuration: Path, root: Path, *more: str, limit_s: float = LIMIT_S
+) -> dict[str, Any]:
     done = subprocess.run(
         command(configuration, root, "--json", *more),
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=limit_s, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
@@ -133,7 +135,7 @@ def test_a_run_that_follows_its_cluster_is_the_one_rank_run(
 ) -> None:
     """On three nodes: one is taken, another comes. No power of two, and no failure to spare."""
     more = ("--set", "cluster.workers=3", "--scenario", "elastic", "--keep")
-    result = drilled(configuration, tmp_path / "drills", *more)
+    result = drilled(configuration, tmp_path / "drills", *more, limit_s=3 * LIMIT_S)
     (scenario,) = result["scenarios"]
     lost, joined = scenario["injected"]
     assert (lost["act"], joined["act"], joined["victim"]) == ("lose", "join", "for 3 workers")

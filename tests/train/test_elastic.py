@@ -108,7 +108,7 @@ def config(tmp_path: Path) -> Config:
     return config.model_copy(update={"cluster": cluster}).resolved()
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def counter(monkeypatch: pytest.MonkeyPatch) -> Called:
     """The actor by which Ray counts nodes."""
     method = Called(calls=[], answer={})
@@ -233,8 +233,8 @@ def test_before_a_group_is_made_again_the_cluster_is_counted(
     made.before_controller_execute_failure_decision(None)
     assert dies.asked == 2, "not before it is known who is lost"
     assert counter.calls == [("train-abc", True)]
-    counter.answer = GetTimeoutError()
-    made.before_controller_execute_failure_decision(None)
+    for counter.answer in (GetTimeoutError(), AWAY):
+        made.before_controller_execute_failure_decision(None)
 
 
 def test_a_counter_that_is_gone_ends_the_driver_and_not_the_run(
@@ -242,6 +242,8 @@ def test_a_counter_that_is_gone_ends_the_driver_and_not_the_run(
 ) -> None:
     """Ray's policy would go on asking the dead one: a new driver makes a new one."""
     made = with_group(config, Group(Worker("a")), monkeypatch, "a")
+    another = SimpleNamespace(get_reserved_resources=Called(calls=[], answer={}))
+    monkeypatch.setattr(elastic, "get_or_create_autoscaling_coordinator", lambda: another)
     counter.answer = DEAD
     with pytest.raises(ClusterError, match="counts nodes is gone"):
         made.before_controller_execute_failure_decision(None)
