@@ -130,6 +130,7 @@ def test_a_zombie_s_late_shard_and_acknowledgement(configuration: Path, tmp_path
 
 
 @pytest.mark.campaign
+@pytest.mark.timeout(4 * LIMIT_S)
 def test_a_run_that_follows_its_cluster_is_the_one_rank_run(
     tiny_data: Path, configuration: Path, tmp_path: Path
 ) -> None:
