@@ -92,6 +92,31 @@ def test_what_is_given_is_kept_and_the_rest_has_defaults():
     assert made.device == "cpu"
 
 
+@pytest.mark.parametrize("workers", [{"min": 1, "max": 4}, {"min": 2, "max": 2}])
+@pytest.mark.parametrize("claim", ["invariant", "statistical"])
+def test_workers_may_be_a_range(workers, claim):
+    made = config.build(changed(cluster__workers=workers, run__claim=claim))
+    cluster = made.cluster
+    assert (cluster.elastic, cluster.fewest, cluster.most) == (True, *workers.values())
+    assert cluster.num_workers == tuple(workers.values()), "as Ray takes it"
+    assert cluster.needs == {"CPU": workers["min"]}, "what it cannot go on without"
+    assert config.build(json.loads(made.model_dump_json())) == made
+
+
+def test_one_number_is_a_range_of_one():
+    cluster = config.build(changed(cluster__workers=3)).cluster
+    assert (cluster.elastic, cluster.fewest, cluster.most) == (False, 3, 3)
+    assert cluster.num_workers == 3
+
+
+def test_a_misspelled_end_of_a_range_is_named():
+    with pytest.raises(ConfigError) as caught:
+        config.build(changed(cluster__workers={"min": 1, "maxi": 2}))
+    assert "cluster.workers.maxi: is not a known key (did you mean cluster.workers.max?)" in str(
+        caught.value
+    )
+
+
 def test_it_survives_its_own_json():
     made = config.build(GOOD)
     assert config.build(json.loads(made.model_dump_json())) == made
@@ -223,6 +248,21 @@ WRONG = [
     (changed(checkpoint__keep_every=5), "checkpoint.keep_every", "needs checkpoint.keep"),
     (changed(checkpoint=None), "checkpoint", "must be a mapping of settings, not null"),
     (changed(cluster__workers=5), "cluster.workers", "5 workers need 5 lanes or more"),
+    (changed(cluster__workers="two"), "cluster.workers", "an integer, or a mapping of min and max"),
+    (changed(cluster__workers=True), "cluster.workers", "an integer, or a mapping of min and max"),
+    (changed(cluster__workers=0), "cluster.workers", "must be 1 or more, not 0"),
+    (changed(cluster__workers={"min": 1}), "cluster.workers.max", "is required"),
+    (changed(cluster__workers={"min": 0, "max": 2}), "cluster.workers.min", "must be 1 or more"),
+    (changed(cluster__workers={"min": 1.0, "max": 2}), "cluster.workers.min", "an integer, not 1"),
+    (changed(cluster__workers={"min": 3, "max": 2}), "cluster.workers.max", "must be min (3) or"),
+    (changed(cluster__workers={"min": 1, "max": 5}), "cluster.workers.max", "5 lanes or more"),
+    (changed(cluster__workers={"min": 1, "max": 2, "mx": 1}), "cluster.workers.mx", "not a known"),
+    (
+        changed(cluster__workers={"min": 1, "max": 2}, run__claim="exact"),
+        "cluster.workers",
+        "is a range, and run.claim: exact promises nothing at another rank count",
+    ),
+    (changed(cluster__resize_interval_s=0), "cluster.resize_interval_s", "must be 0.1 or more"),
     (changed(cluster__use_gpu="yes"), "cluster.use_gpu", 'must be true or false, not "yes"'),
     (changed(cluster__max_failures=-2), "cluster.max_failures", "must be -1 or more"),
     (changed(cluster__resources_per_worker={"CPU": -1}), "cluster.resources_per_worker.CPU", "0"),
@@ -406,7 +446,8 @@ def test_bad_files(tmp_path, make, message):
 def sections(model: type[BaseModel] = Config) -> dict[str, type[BaseModel]]:
     found = {model.__name__: model}
     for field in model.model_fields.values():
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+        for form in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            kind = getattr(form, "__origin__", form)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 found |= sections(kind)
     return found

@@ -65,7 +65,7 @@ def drill(
     from coherent_ray.drill.campaign import Drill, chosen
     from coherent_ray.drill.campaign import drill as carry_out
 
-    scenarios = chosen(names, address)
+    scenarios = chosen(names, address, settings)
     scratch = _scratch(root)
     try:
         plan = Drill(settings, scratch, scenarios, address, kills, seed)

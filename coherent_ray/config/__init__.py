@@ -59,11 +59,17 @@ class Config(Section):
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield what contradicts across sections."""
-        if self.cluster.workers > self.data.lanes:
+        most = self.cluster.most
+        if most > self.data.lanes:
+            yield (
+                "cluster.workers.max" if self.cluster.elastic else "cluster.workers",
+                f"{most} workers need {most} lanes or more; data.lanes is {self.data.lanes}",
+            )
+        if self.cluster.elastic and self.run.claim == "exact":
             yield (
                 "cluster.workers",
-                f"{self.cluster.workers} workers need {self.cluster.workers} lanes or more; "
-                f"data.lanes is {self.data.lanes}",
+                "is a range, and run.claim: exact promises nothing at another rank count; give one "
+                "number, or set run.claim: invariant",
             )
         if self.storage.signing_key is not None and self.checkpoint.digest == "xxh3_128":
             yield (

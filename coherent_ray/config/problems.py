@@ -19,6 +19,8 @@ from coherent_ray.yaml_text import dotted
 
 #: pydantic error type of settings that contradict each other; its context lists them.
 CONFLICT = "conflict"
+#: What pydantic calls, on the way to a value, the two forms that a number of workers may have.
+COUNT, RANGE = "[count]", "[range]"
 
 _NOUNS = {
     "int_type": "an integer",
@@ -102,7 +104,7 @@ def _place(key: str, lines: Mapping[str, int | None]) -> str:
 
 
 def _translate(item: Any, model: type[BaseModel]) -> Iterator[Problem]:
-    parts = tuple(part for part in item["loc"] if part != "[key]")
+    parts = tuple(part for part in item["loc"] if part not in {"[key]", COUNT, RANGE})
     kind, context = item["type"], item.get("ctx", {})
     if kind == CONFLICT:
         for key, message in context["all"]:
@@ -117,6 +119,8 @@ def _translate(item: Any, model: type[BaseModel]) -> Iterator[Problem]:
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         near = difflib.get_close_matches(str(item["input"]), allowed, 1)
         yield Problem(key, f"must be one of {', '.join(allowed)}, not {given}", *near)
+    elif _NOUNS.get(kind) == _NOUNS["int_type"] and COUNT in item["loc"]:
+        yield Problem(key, f"must be an integer, or a mapping of min and max, not {given}")
     elif kind == "string_pattern_mismatch" and parts[-1] == "factory":
         yield Problem(key, f"must be of the form package.module:Name, not {given}")
     elif kind == "string_pattern_mismatch":
@@ -161,6 +165,7 @@ def _known(
     """Yield each section's place, and the keys that it knows."""
     yield at, list(model.model_fields)
     for name, field in model.model_fields.items():
-        for kind in (field.annotation, *getattr(field.annotation, "__args__", ())):
+        for form in (field.annotation, *getattr(field.annotation, "__args__", ())):
+            kind = getattr(form, "__origin__", form)
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 yield from _known(kind, (*at, name))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from coherent_ray.commit.manifest import Claim, RunId
+from coherent_ray.config.problems import COUNT, RANGE
 from coherent_ray.config.section import Arguments, Factory, Positive, Seconds, Section, Text
 from coherent_ray.digests import SHARD_ALGORITHM, Algorithm, Digest
 from coherent_ray.storage.options import PART_BYTES, StorageOptions, conflicts
@@ -272,11 +273,39 @@ class Checkpoint(Section):
             yield "keep_every", "needs checkpoint.keep; without it all generations are kept"
 
 
+Count = Annotated[int, Field(ge=1, le=65_536)]
+
+
+class WorkerRange(Section):
+    """How few and how many workers: as many run as the cluster has room for."""
+
+    min: Count
+    """Fewest; with room for less, the run waits."""
+    max: Count
+    """Most; data.lanes at most."""
+
+    def conflicts(self) -> Iterator[tuple[str, str]]:
+        """Yield a range that holds no number."""
+        if self.min > self.max:
+            yield "max", f"must be min ({self.min}) or more, not {self.max}"
+
+
+def _count_or_range(value: object) -> str:
+    return RANGE if isinstance(value, dict | WorkerRange) else COUNT
+
+
 class Cluster(Section):
     """The Ray cluster, and what a failure may cost."""
 
-    workers: Annotated[int, Field(ge=1, le=65_536)] = 1
-    """Ray Train workers: the rank count."""
+    workers: Annotated[
+        Annotated[Count, Tag(COUNT)] | Annotated[WorkerRange, Tag(RANGE)],
+        Discriminator(_count_or_range),
+    ] = 1
+    """Ray Train workers: the rank count. A number, or {min: 1, max: 4}: it grows and shrinks with
+    the cluster, for the claims invariant and statistical."""
+    resize_interval_s: Annotated[float, Field(ge=0.1, le=86_400)] = 30.0
+    """Seconds between two looks for room for more workers, where they are a range. A group that
+    grows saves one more generation and starts again."""
     resources_per_worker: dict[Text, Annotated[float, Field(ge=0)]] = Field(
         default_factory=lambda: {"CPU": 1.0}
     )
@@ -286,7 +315,7 @@ class Cluster(Section):
     address: Text | None = None
     """Address of a Ray cluster, or auto; null: a local one is started for the run."""
     num_cpus: Positive | None = None
-    """CPUs that the local cluster claims to have; null: as many as its workers need."""
+    """CPUs that the local cluster claims to have; null: as many as its workers need at most."""
     max_failures: Annotated[int, Field(ge=-1)] = 100
     """Failures of the workers that the run survives; and, each counted by itself, as many of Ray
     Train's controller and of drivers that had reached Ray. -1: without limit."""
@@ -303,12 +332,36 @@ class Cluster(Section):
     """Seconds between Ray's looks at the workers: decides how fast a death is seen."""
 
     @property
+    def elastic(self) -> bool:
+        """Whether the rank count follows the cluster."""
+        return isinstance(self.workers, WorkerRange)
+
+    @property
+    def fewest(self) -> int:
+        """Workers that the run needs to go on."""
+        return self.workers.min if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def most(self) -> int:
+        """Workers that the run ever has at once."""
+        return self.workers.max if isinstance(self.workers, WorkerRange) else self.workers
+
+    @property
+    def num_workers(self) -> int | tuple[int, int]:
+        """The workers as Ray's ``ScalingConfig`` takes them."""
+        return (self.fewest, self.most) if self.elastic else self.fewest
+
+    @property
     def needs(self) -> dict[str, float]:
-        """All that the workers ask of Ray, by its names for resources."""
+        """All that the fewest workers ask of Ray, by its names for resources."""
+        return self.needs_of(self.fewest)
+
+    def needs_of(self, workers: int) -> dict[str, float]:
+        """Return all that so many workers ask of Ray, by its names for resources."""
         each = dict(self.resources_per_worker)
         if self.use_gpu:
             each.setdefault("GPU", 1.0)
-        return {name: amount * self.workers for name, amount in each.items() if amount > 0}
+        return {name: amount * workers for name, amount in each.items() if amount > 0}
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield settings of a local cluster that is not started, and GPUs that nobody uses."""

@@ -19,6 +19,7 @@ from coherent_ray.drill.injections import Injection
 from coherent_ray.drill.stage import Held
 from coherent_ray.drill.victims import Victim
 from coherent_ray.errors import ClusterError
+from coherent_ray.train import coordinators
 from coherent_ray.train.supervisor import Supervisor
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ Deed = Callable[["Scene", Injection, Held], str]
 LATE_S = 60.0
 #: Seconds that a cluster is without its head's service.
 HEADLESS_S = 3.0
+#: Seconds until Ray has seen a new node, and decided to use it.
+JOIN_S = 120.0
 #: Before what the coordinator has written of a late rank.
 LATE_WORD = "the coordinator wrote: "
 
@@ -80,6 +83,25 @@ def remove(scene: Scene, injection: Injection, held: Held) -> str:
     scene.ground.remove(held.node)
     scene.ground.add()
     return f"node {held.node[:12]}"
+
+
+def lose(scene: Scene, injection: Injection, held: Held) -> str:
+    """Take away the node of who is held."""
+    scene.ground.remove(held.node)
+    return f"node {held.node[:12]}"
+
+
+def join(scene: Scene, injection: Injection, held: Held) -> str:
+    """Bring a node, and wait until the workers are told that they start again with one more."""
+    scene.ground.add()
+    until = time.monotonic() + JOIN_S
+    while time.monotonic() < until:
+        handle, _ = victims.coordinator_of(scene.run_id)
+        leave = coordinators.answer(handle.status.remote())["leave"]
+        if leave is not None and leave["attempt"] == held.attempt:
+            return f"for {leave['resized']} workers"
+        time.sleep(0.1)
+    raise ClusterError(f"a node joined, and the run was not resized within {JOIN_S:g} s")
 
 
 def freeze(scene: Scene, injection: Injection, held: Held) -> str:
@@ -157,6 +179,7 @@ def _late_answer(scene: Scene) -> str:
 
 
 DEEDS: dict[str, Deed] = {
-    "kill": kill, "stop": stop, "go on": go_on, "remove": remove, "freeze": freeze,
+    "kill": kill, "stop": stop, "go on": go_on, "remove": remove, "lose": lose, "join": join,
+    "freeze": freeze,
     "fill": fill, "free": free, "flip": flip, "part": part, "restart": restart,
 }  # fmt: skip

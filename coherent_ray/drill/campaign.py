@@ -61,19 +61,20 @@ class Result:
         }
 
 
-def chosen(names: Sequence[str], address: str | None) -> tuple[str, ...]:
+def chosen(names: Sequence[str], address: str | None, config: Config) -> tuple[str, ...]:
     """Return the scenarios that names mean, in their own order.
 
     Args:
-        names: Of scenarios; ``all`` or none: every one that the cluster allows.
+        names: Of scenarios; ``all`` or none: every one that the run and the cluster allow.
         address: Of a given cluster; None: one is started.
+        config: The run.
 
     Raises:
-        ConfigError: There is no such scenario, or a given cluster does not allow it.
+        ConfigError: There is no such scenario, or the run or a given cluster does not allow it.
     """
     possible = [n for n, scenario in SCENARIOS.items() if address is None or not scenario.own]
     if not names or "all" in names:
-        return tuple(possible)
+        return tuple(name for name in possible if not SCENARIOS[name].why_not(config))
     for name in names:
         if name not in SCENARIOS:
             raise ConfigError(
@@ -87,6 +88,12 @@ def chosen(names: Sequence[str], address: str | None) -> tuple[str, ...]:
                 "to a cluster that the drill starts",
                 where="--scenario",
                 remedy="leave out --address",
+            )
+        if why := SCENARIOS[name].why_not(config):
+            raise ConfigError(
+                f"the scenario {name} is not for this run: {why}",
+                where="--scenario",
+                remedy="leave it out, or change that with --set",
             )
     return tuple(name for name in SCENARIOS if name in names)
 
@@ -115,7 +122,7 @@ def drill(plan: Drill, tell: Tell) -> Result:
         todo = [SCENARIOS[n] for n in plan.scenarios if SCENARIOS[n].apart == apart]
         if not todo:
             continue
-        with ground(plan.config.cluster.workers, plan.address, apart=apart) as place:
+        with ground(plan.config.cluster.most, plan.address, apart=apart) as place:
             if reference is None:
                 tell("reference: a run that nothing strikes")
                 reference = _reference(plan, place, result)
@@ -183,13 +190,13 @@ def _drill(plan: Drill, place: Ground, scenario: Scenario, reference: Ended, tel
 def _drilled(plan: Drill, place: Ground, name: str, scenario: Scenario | None) -> Config:
     """Return a run's configuration: its own root and cluster, and what the scenario sets."""
     config = plan.config
-    config = with_root(config, f"{plan.root}/{name}", config.cluster.workers)
+    config = with_root(config, f"{plan.root}/{name}", config.cluster.most)
     changes: dict[str, dict[str, object]] = {
         "run": {"run_id": None},
         # Failures are what a drill is for: none may be one too many.
         "cluster": {"address": place.address, "num_cpus": None, "max_failures": -1},
     }
-    for section, values in (scenario.settings if scenario else {}).items():
+    for section, values in (scenario.settings_for(config) if scenario else {}).items():
         changes[section] = {**changes.get(section, {}), **values}
     updated = {
         section: getattr(config, section).model_copy(update=values)

@@ -98,7 +98,7 @@ def rank_counts(config: Config, wanted: Sequence[int]) -> tuple[int, ...]:
     Raises:
         ConfigError: The claim or the lanes do not allow them, or they are very many.
     """
-    lanes, workers = config.data.lanes, config.cluster.workers
+    lanes, workers = config.data.lanes, config.cluster.most
     if config.run.claim == "exact":
         if len(set(wanted)) > 1:
             raise ConfigError(

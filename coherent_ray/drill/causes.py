@@ -81,7 +81,7 @@ class _Run:
         """Return the rank count that did an update, as the next generation tells it."""
         later = [at for at in sorted(self.standing) if at >= update]
         if not later:
-            return self.config.cluster.workers
+            return self.config.cluster.most
         return self.generations.manifest(self.standing[later[0]]).header.ranks
 
     def is_again(self, done: Rerun) -> bool:

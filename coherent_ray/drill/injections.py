@@ -11,8 +11,9 @@ Target = Literal[
     "worker", "coordinator", "controller", "driver", "node", "storage", "shard", "run", "head"
 ]
 Act = Literal[
-    "kill", "stop", "go on", "remove", "freeze", "fill", "free", "flip", "part", "restart"
-]
+    "kill", "stop", "go on", "remove", "lose", "join", "freeze", "fill", "free", "flip", "part",
+    "restart",
+]  # fmt: skip
 """
 | act | what is done |
 |---|---|
@@ -20,6 +21,8 @@ Act = Literal[
 | stop | SIGSTOP |
 | go on | SIGCONT to all that was stopped, once a later attempt has published |
 | remove | every process of the node is killed at once; another node joins |
+| lose | every process of the node is killed at once; none joins |
+| join | another node joins, and the run has heard that it will grow |
 | freeze | SIGSTOP of the node's raylet and of the worker on it; another node joins |
 | fill | the storage has no room any more |
 | free | it has room again |

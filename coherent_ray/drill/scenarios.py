@@ -12,12 +12,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from coherent_ray.config import Config
+from coherent_ray.config.sections import WorkerRange
 from coherent_ray.drill.injections import Injection, Target
 from coherent_ray.drill.stage import Hold
 from coherent_ray.errors import ConfigError
 
 #: Generations that a drilled run has at least.
 FEWEST_SAVES = 4
+#: Seconds between two looks for a node that has joined.
+RESIZE_INTERVAL_S = 2.0
 #: Seconds until a collective is given up, where a drill stops a worker.
 HUNG_COLLECTIVE_S = 15.0
 
@@ -68,6 +71,14 @@ class Scenario:
     def plan(self, course: Course) -> list[Injection]:
         """Return what is injected, in order."""
         raise NotImplementedError
+
+    def settings_for(self, config: Config) -> dict[str, dict[str, object]]:
+        """Return the settings of a run that the scenario changes, by section."""
+        return self.settings
+
+    def why_not(self, config: Config) -> str:
+        """Return why a run cannot suffer it; empty: it can."""
+        return ""
 
 
 class WorkerMidShard(Scenario):
@@ -154,6 +165,37 @@ class Node(Scenario):
         """See `Scenario.plan`."""
         hold = Hold("remove", "update", course.between(2), course.last_rank)
         return [Injection(hold, "node", "remove")]
+
+
+class Elastic(Scenario):
+    """The last rank's node is removed, and later another joins, of a run that follows its cluster.
+
+    The group goes on with one worker less, from the latest generation. When the other node is
+    there, it saves one more generation and starts again with one worker more: no update is lost by
+    that. Three attempts, and none of it is a failure.
+    """
+
+    name, apart, own, attempts = "elastic", True, True, 3
+
+    def plan(self, course: Course) -> list[Injection]:
+        """See `Scenario.plan`."""
+        lost = Hold("lose", "update", course.between(2), course.last_rank)
+        joined = Hold("join", "update", course.between(3), 0, attempt=2)
+        return [Injection(lost, "node", "lose"), Injection(joined, "node", "join")]
+
+    def settings_for(self, config: Config) -> dict[str, dict[str, object]]:
+        """See `Scenario.settings_for`."""
+        workers = WorkerRange(min=1, max=config.cluster.most)
+        settings: dict[str, object] = {
+            "workers": workers, "resize_interval_s": RESIZE_INTERVAL_S, "max_failures": 0,
+        }  # fmt: skip
+        return {"cluster": settings}
+
+    def why_not(self, config: Config) -> str:
+        """See `Scenario.why_not`."""
+        if config.run.claim == "exact":
+            return "run.claim is exact, which promises nothing at another rank count"
+        return "one worker cannot become fewer" if config.cluster.most == 1 else ""
 
 
 class NodeFrozen(Scenario):
@@ -318,7 +360,8 @@ SCENARIOS: dict[str, Scenario] = {
     kind.name: kind()
     for kind in (
         WorkerMidShard, CoordinatorBeforePublish, CoordinatorAfterPublish, Controller, Driver,
-        Node, NodeFrozen, Head, StorageFull, BitFlip, Hang, HangCoordinator, Partition, Storm,
+        Node, Elastic, NodeFrozen, Head, StorageFull, BitFlip, Hang, HangCoordinator, Partition,
+        Storm,
     )
 }  # fmt: skip
 
@@ -344,4 +387,4 @@ def course_of(config: Config, updates: int, kills: int, seed: int) -> Course:
             remedy=f"--set checkpoint.every_updates={max(1, updates // (FEWEST_SAVES + 1))}",
             details={"updates": updates, "every_updates": every},
         )
-    return Course(updates, every, config.cluster.workers, kills, seed)
+    return Course(updates, every, config.cluster.most, kills, seed)

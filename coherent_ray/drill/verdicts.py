@@ -195,6 +195,13 @@ def _own(scene: Scene, scenario: Scenario) -> Iterator[Promise]:
         kept = bool(failed) and all("space" in text for text in failed)
         yield Promise("saves fail while it is full, and say so", kept, "; ".join(failed))
         yield Promise("the next save works", _published_after(scene))
+    if "join" in acts:
+        most = scene.config.cluster.most
+        told = [text.split(",")[0] for text in scene.notes if text.startswith("now ")]
+        sizes = [f"now {n} worker{'s' if n > 1 else ''}" for n in (most, most - 1, most)]
+        yield Promise("the group shrinks and grows", told == sizes, "; ".join(told))
+        lost = sum(seen.lost for seen in scene.done if seen.injection.act == "join")
+        yield Promise("a group that grows loses no update", not lost, f"{lost} lost")
     if "freeze" in acts:
         told = [seen.says for seen in scene.done if seen.injection.act == "go on"]
         kept = any(LATE_WORD in text for text in told)

@@ -99,7 +99,7 @@ class CoordinatorActor:
         self._failures: dict[str, Any] = {"count": 0, "last": "", "taken": 0}
         self._owner: dict[str, Any] | None = None
         self._renewed = 0.0
-        self._admission: dict[str, Any] = {"admitted": 0, "notes": []}
+        self._admission: dict[str, Any] = {"admitted": 0, "notes": [], "ranks": 0}
 
     async def ping(self) -> dict[str, Any]:
         """Return who this is, within seconds whatever the storage does.
@@ -167,14 +167,15 @@ class CoordinatorActor:
         """
         await self._service.withdraw(attempt, number, rank, reason)
 
-    async def admitted(self, attempt: int, notes: list[str]) -> None:
+    async def admitted(self, attempt: int, notes: list[str], ranks: int = 0) -> None:
         """Take down that all ranks of an attempt were admitted; `status` shows it.
 
         Args:
             attempt: The attempt.
             notes: What the user should know.
+            ranks: How many they are.
         """
-        self._admission = {"admitted": attempt, "notes": notes}
+        self._admission = {"admitted": attempt, "notes": notes, "ranks": ranks}
 
     async def report(self, progress: dict[str, Any]) -> dict[str, Any]:
         """Take rank 0's latest progress, and return what is wished of the training.
@@ -222,6 +223,19 @@ class CoordinatorActor:
         """
         if attempt == self._service.attempt:  # else its group is over already
             self._told(self._departures.told(attempt, [rank], why, None), attempt)
+
+    async def resize(self, ranks: int) -> bool:
+        """Take down that Ray will start the group again with another number of ranks; all leave.
+
+        Args:
+            ranks: How many there will be.
+
+        Returns:
+            Whether ranks were told. None were who have not begun to train.
+        """
+        attempt = self._service.attempt
+        self._told(self._departures.resized(attempt, ranks), attempt)
+        return self._departures.leaves(attempt)
 
     async def left(self, attempt: int, generation: str | None) -> None:
         """Take down that the group leaves.
@@ -289,7 +303,7 @@ class CoordinatorActor:
             ``generation`` (the newest published one: name, number, attempt, update, epoch, seq,
             timings in seconds), ``in_flight`` (name to what it waits for), ``last_error``,
             ``scrub`` (``damaged``: what the last scrub found; None: there is no schedule),
-            ``admitted`` and ``notes`` (as `admitted` was last told),
+            ``admitted``, ``notes`` and ``ranks`` (as `admitted` was last told),
             ``whereabouts`` (a `Whereabouts.summary`), ``leave`` (a `Departures.summary`),
             ``failures`` (as `failed` was last told) and ``owner`` (an `Owner`; None: nobody has
             said).

@@ -39,6 +39,7 @@ from coherent_ray.train import coordinators, deaths, ownership
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Request, take_ticket
 from coherent_ray.train.code import NO_CODE, Code, code_of
+from coherent_ray.train.elastic import Elasticity, require_patience
 from coherent_ray.train.identity import run_id_of
 
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     notes = list(dict.fromkeys(note for ticket in tickets for note in ticket.notes))
     for note in notes:
         logger.warning("attempt %d: %s", attempt, note)
-    coordinators.answer(coordinator.admitted.remote(attempt, notes))
+    coordinators.answer(coordinator.admitted.remote(attempt, notes, len(tickets)))
 
 
 def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[Ticket]:
@@ -155,15 +156,22 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
     Ray Train restarts after *any* error of a worker. A death, or a collective that lost its peer,
     is worth a restart; an exception of the task or a refusal is not. What is raised here reaches
     ``fit`` as its error. The others are counted, and told to the coordinator, so that whoever
-    watches sees who died; a group that left, or lost a node that was reclaimed, by itself.
+    watches sees who died; a group that left, or lost a node that was reclaimed, by itself; and so
+    does one that lost any node, where its size follows the cluster.
 
     States that diverged are fatal too, unless the configuration heals them: then the group starts
     again from the last good generation, some times.
     """
 
-    def __init__(self, config: Config | None = None) -> None:
-        """Make the callback; ``config``: the run whose coordinator to tell, None: nobody's."""
+    def __init__(self, config: Config | None = None, elastic: Elasticity | None = None) -> None:
+        """Make the callback.
+
+        Args:
+            config: The run whose coordinator to tell; None: nobody's.
+            elastic: Of a group whose size follows the cluster.
+        """
         self._config = config
+        self._elastic = elastic
         self._count = self._taken = self._diverged = 0
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
@@ -173,16 +181,21 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
             if not (healed and _divergence(worker_exceptions[rank])):
                 raise_if_fatal(rank, worker_exceptions[rank])
         # As Ray counts: one rank that had to go explains what the others raise about it.
-        if any(deaths.is_taken(error) for error in worker_exceptions.values()):
+        taken = any(deaths.is_taken(error) for error in worker_exceptions.values())
+        lost = self._elastic.lost() if self._elastic and not taken else ()
+        words = healed or (deaths.of_nodes(lost) if lost else deaths.in_words(worker_exceptions))
+        if taken or lost:
             self._taken += 1
         else:
             self._count += 1
-        if self._config is not None:
-            with contextlib.suppress(RayError, CoherentRayError):
-                handle = coordinators.find(run_id_of(self._config))
-                if handle is not None:
-                    words = healed or deaths.in_words(worker_exceptions)
-                    handle.failed.remote(self._count, words, self._taken)
+        if self._config is None:
+            return
+        with contextlib.suppress(RayError, CoherentRayError):
+            handle = coordinators.find(run_id_of(self._config))
+            if handle is not None:
+                handle.failed.remote(self._count, words, self._taken)
+        if self._elastic:
+            require_patience(self._config, self._count, words, list(worker_exceptions))
 
     def _heal(self, errors: dict[int, Exception]) -> str:
         """Return what is told of states that diverged and are healed; empty: none are.

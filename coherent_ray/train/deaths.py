@@ -6,7 +6,7 @@ Ray tells a death in a page. What a person needs of it is the rank, the process,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeGuard
 
 from ray.exceptions import OutOfMemoryError, RayActorError, RayError
@@ -30,6 +30,12 @@ def in_words(errors: Mapping[int, BaseException]) -> str:
     if not chosen:
         return "a worker ended"
     return f"{name_ranks(sorted(chosen))}: {cause(chosen[min(chosen)])}"
+
+
+def of_nodes(ranks: Sequence[int]) -> str:
+    """Return that ranks are gone with their nodes."""
+    whose = "its node was lost" if len(ranks) == 1 else "their nodes were lost"
+    return f"{name_ranks(sorted(ranks))}: {whose}"
 
 
 def cause(error: BaseException) -> str:

@@ -12,6 +12,9 @@ from typing import Any
 
 from coherent_ray.commit.fates import name_ranks
 
+#: Why, as people read it, before how many.
+RESIZED = "there is room"
+
 
 class Departures:
     """Of the newest attempt that ranks were heard of."""
@@ -29,7 +32,14 @@ class Departures:
             self._attempt, self._homes = attempt, {}
         self._homes[rank] = node
 
-    def told(self, attempt: int, ranks: list[int], why: str, seconds: float | None) -> bool:
+    def told(
+        self,
+        attempt: int,
+        ranks: list[int],
+        why: str,
+        seconds: float | None,
+        resized: int | None = None,
+    ) -> bool:
         """Take down that ranks were told to leave.
 
         Args:
@@ -37,6 +47,7 @@ class Departures:
             ranks: They.
             why: In words.
             seconds: That are left; None: nobody said.
+            resized: How many there will be instead; None: nobody said.
 
         Returns:
             Whether that is news.
@@ -47,7 +58,7 @@ class Departures:
         if leave is None or leave["attempt"] != attempt:
             self._leave = {
                 "attempt": attempt, "ranks": sorted(ranks), "why": why, "seconds": seconds,
-                "left": None,
+                "left": None, "resized": resized,
             }  # fmt: skip
             return True
         leave["ranks"] = sorted({*leave["ranks"], *ranks})
@@ -60,21 +71,41 @@ class Departures:
         seconds = min((s for s in left if s is not None), default=None)
         return self.told(self._attempt, ranks, why, seconds)
 
+    def resized(self, attempt: int, ranks: int) -> bool:
+        """Take down that all ranks leave for a group of another size; returns whether it is news.
+
+        Args:
+            attempt: The newest.
+            ranks: How many there will be.
+        """
+        homes = list(self._homes) if attempt == self._attempt else []
+        return self.told(attempt, homes, RESIZED, None, ranks)
+
+    def leaves(self, attempt: int) -> bool:
+        """Return whether ranks of an attempt were told to leave."""
+        return self._leave is not None and self._leave["attempt"] == attempt
+
     def left(self, attempt: int, generation: str | None) -> None:
         """Take down that the group has left, and what it published; None: it could not."""
         if self._leave is not None and self._leave["attempt"] == attempt:
             self._leave["left"] = generation or ""
 
     def summary(self) -> dict[str, Any] | None:
-        """Return ``attempt``, ``ranks``, ``why``, ``seconds`` and ``left``; None: nobody leaves.
+        """Return ``attempt``, ``ranks``, ``why``, ``seconds``, ``left`` and ``resized``.
 
-        ``left``: the generation; empty: it failed; None: nothing was heard of it.
+        None: nobody leaves. ``left``: the generation; empty: it failed; None: nothing was heard of
+        it.
         """
         return dict(self._leave) if self._leave is not None else None
 
 
 def told_in_words(leave: Mapping[str, Any]) -> str:
     """Return that ranks were told to leave, for people."""
+    if leave.get("resized"):
+        return (
+            f"{leave['why']} for {leave['resized']} workers instead of {len(leave['ranks'])}: they "
+            "publish one more generation and start again"
+        )
     seconds = leave["seconds"]
     within = f" within {seconds:.0f} s" if seconds is not None else ""
     were = "was" if len(leave["ranks"]) == 1 else "were"

@@ -128,8 +128,8 @@ def _first_line(error: Exception) -> str:
 
 def _start(cluster: Cluster) -> None:
     """Start a local cluster that claims the CPUs, and other resources, that its workers need."""
-    needs = cluster.needs
-    cpus = math.ceil(needs.pop("CPU", float(cluster.workers)))
+    needs = cluster.needs_of(cluster.most)
+    cpus = math.ceil(needs.pop("CPU", float(cluster.most)))
     needs.pop("GPU", None)  # Ray counts these itself
     ray.init(
         # One of its own, even where another Ray runs on this machine, or RAY_ADDRESS names one.

@@ -175,7 +175,7 @@ def check_resources(config: Config) -> None:
     if not short:
         return
     name = short[0]
-    workers = "1 worker needs" if cluster.workers == 1 else f"{cluster.workers} workers need"
+    workers = "1 worker needs" if cluster.fewest == 1 else f"{cluster.fewest} workers need"
     raise ConfigError(
         f"{workers} {need[name]:g} {name}, and a local Ray has {have[name]:g} here",
         where=_KEYS.get(name, f"cluster.resources_per_worker.{name}"),

@@ -19,11 +19,14 @@ from coherent_ray.config import Config
 from coherent_ray.config.sections import Cluster
 from coherent_ray.storage import LocalStorage, open_storage
 from coherent_ray.train.backend import FatalErrors, torch_config
+from coherent_ray.train.elastic import Elasticity
 from coherent_ray.train.identity import derived
 from coherent_ray.train.loop import train
 
 #: Ray Train's own bookkeeping. It is written in place; torn, it would keep a run from starting.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
+#: Seconds that a group of any size waits for the room that was counted for it.
+START_TIMEOUT_S = 20.0
 
 
 def set_environment(cluster: Cluster) -> None:
@@ -44,6 +47,10 @@ def set_environment(cluster: Cluster) -> None:
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
     }
+    if cluster.elastic:
+        # A group is made for the nodes that Ray counts. Where one went meanwhile, the next try is
+        # made for those that are left; Ray's default is 60 s.
+        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(START_TIMEOUT_S)
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
@@ -67,7 +74,8 @@ def make_trainer(
         train_loop_config=config.model_dump(mode="json"),
         torch_config=torch_config(config, function),
         scaling_config=ScalingConfig(
-            num_workers=cluster.workers,
+            num_workers=cluster.num_workers,
+            elastic_resize_monitor_interval_s=cluster.resize_interval_s,
             use_gpu=cluster.use_gpu,
             resources_per_worker=dict(cluster.resources_per_worker),
         ),
@@ -82,18 +90,22 @@ def run_config(config: Config) -> RunConfig:
     lies; for a root in an object store, in a new temporary directory. A worker's death is survived
     as often as ``cluster.max_failures`` says, and an error that a restart would only meet again
     ends the run at once. What Ray remembers of an earlier start is removed, because Ray cannot
-    start where that is torn, and nothing here depends on it.
+    start where that is torn, and nothing here depends on it. Where ``cluster.workers`` is a range,
+    a group is told before Ray resizes it: give your ``ScalingConfig`` ``cluster.num_workers``.
 
     Args:
         config: The run's configuration.
     """
+    config = config.resolved()
+    elastic = Elasticity(config) if config.cluster.elastic else None
     place = rays_place(config)
     (place / RAY_SNAPSHOT).unlink(missing_ok=True)
     return RunConfig(
         name=place.name,
         storage_path=str(place.parent),
-        failure_config=FailureConfig(max_failures=config.cluster.max_failures),
-        callbacks=[FatalErrors(config)],
+        # Of a range, a lost node is no failure, which Ray would charge: so they are counted here.
+        failure_config=FailureConfig(max_failures=-1 if elastic else config.cluster.max_failures),
+        callbacks=[FatalErrors(config, elastic), *([elastic] if elastic else [])],
     )
 
 

@@ -80,6 +80,7 @@ class Watch:
         self.training = False
         """Whether workers of the newest attempt were admitted."""
         self._told_damage: set[tuple[str, str]] = set()
+        self._ranks = 0
 
     def look(self, status: dict[str, Any] | None) -> Iterator[str]:
         """Yield what there is to say.
@@ -101,6 +102,8 @@ class Watch:
         # A coordinator that was started again has forgotten whom it admitted.
         self._admitted = max(self._admitted, status["admitted"] if status else 0)
         self.training = attempt > self._before and self._admitted == attempt
+        if status and self.training and self._cluster.elastic:
+            yield from self._sized(status.get("ranks", 0))
         if attempt <= self._before:
             yield from self._waiting(now - self._begun)
         if status is None:
@@ -147,10 +150,21 @@ class Watch:
         found = ", ".join(
             f"{has.get(name, 0.0):g} {name} ({free.get(name, 0.0):g} free)" for name in wants
         )
+        fewest = self._cluster.fewest
+        who = f"{fewest} workers ask" if not self._cluster.elastic else (
+            f"{fewest} workers at least ask" if fewest > 1 else "1 worker at least asks"
+        )  # fmt: skip
         yield (
-            f"waiting for resources: {self._cluster.workers} workers ask for {asks}; the cluster "
+            f"waiting for resources: {who} for {asks}; the cluster "
             f"has {found}. It goes on when they are there; Ctrl-C ends the waiting"
         )
+
+    def _sized(self, ranks: int) -> Iterator[str]:
+        """Say how many workers there are, where that follows the cluster."""
+        if ranks and ranks != self._ranks:
+            self._ranks = ranks
+            most = "" if ranks == self._cluster.most else f", of {self._cluster.most} at most"
+            yield f"now {ranks} worker{'s' if ranks > 1 else ''}{most}"
 
     def _slow(self, waited_s: float) -> Iterator[str]:
         """Say that workers have what they need, and take long to start all the same."""
@@ -164,12 +178,11 @@ class Watch:
             case 0:
                 there = "Ray Train's controller, or the first process, is waited for; each loads "
                 there += "Ray and torch"
-            case self._cluster.workers:
+            case self._cluster.most:
                 there = f"all {up} processes are up, and load Ray and torch"
             case _:
-                there = (
-                    f"{up} of {self._cluster.workers} processes are up; each loads Ray and torch"
-                )
+                of = "" if self._cluster.elastic else f" of {self._cluster.most}"
+                there = f"{up}{of} processes are up; each loads Ray and torch"
         yield (
             f"the workers have been starting for {waited_s:.0f} s: {there}, which takes long on an "
             "overloaded machine"

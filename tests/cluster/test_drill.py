@@ -22,9 +22,13 @@ import ray
 import tiny
 import yaml
 
+from coherent_ray import config as config_
 from coherent_ray.commit.generations import Generations
+from coherent_ray.commit.manifest import Manifest
+from coherent_ray.drill.rehearsal import Life, rehearse
 from coherent_ray.drill.scenarios import SCENARIOS
 from coherent_ray.storage import open_storage
+from coherent_ray.train.receipts import first_difference
 
 LIMIT_S = 280
 UPDATES = 20
@@ -43,10 +47,12 @@ def command(configuration: Path, root: Path, *more: str) -> list[str]:
     return [*program, "--root", str(root), "--set", f"training.updates={UPDATES}", *more]
 
 
-def drilled(configuration: Path, root: Path, *more: str) -> dict[str, Any]:
+def drilled(
+    configuration: Path, root: Path, *more: str, limit_s: float = LIMIT_S
+) -> dict[str, Any]:
     done = subprocess.run(
         command(configuration, root, "--json", *more),
-        capture_output=True, text=True, timeout=LIMIT_S, check=False,
+        capture_output=True, text=True, timeout=limit_s, check=False,
     )  # fmt: skip
     assert done.stdout, done.stderr
     result = json.loads(done.stdout)
@@ -121,6 +127,35 @@ def test_a_zombie_s_late_shard_and_acknowledgement(configuration: Path, tmp_path
     # It wrote its shard to the end, and no generation is made of it.
     assert (root / "generations" / "g2-a1" / "shard-00001-of-00002.safetensors").exists()
     assert "g2-a1" not in tiny.published(root)
+
+
+@pytest.mark.campaign
+@pytest.mark.timeout(4 * LIMIT_S)
+def test_a_run_that_follows_its_cluster_is_the_one_rank_run(
+    tiny_data: Path, configuration: Path, tmp_path: Path
+) -> None:
+    """On three nodes: one is taken, another comes. No power of two, and no failure to spare."""
+    more = ("--set", "cluster.workers=3", "--scenario", "elastic", "--keep")
+    result = drilled(configuration, tmp_path / "drills", *more, limit_s=3 * LIMIT_S)
+    (scenario,) = result["scenarios"]
+    lost, joined = scenario["injected"]
+    assert (lost["act"], joined["act"], joined["victim"]) == ("lose", "join", "for 3 workers")
+    assert (scenario["attempts"], joined["lost"]) == (3, 0)
+
+    alone = tmp_path / "alone"
+    changes = {"training__updates": UPDATES, "cluster__workers": 1}
+    assert rehearse(config_.build(tiny.values(alone, tiny_data, **changes)), Life(1))
+    followed = Path(result["root"]) / "elastic"
+    histories = tiny.history(followed), tiny.history(alone)
+    assert first_difference(*histories) is None
+    assert len({history[-1].digest for history in histories}) == 1
+    ranks = {(m.header.attempt, m.header.ranks) for m in manifests(followed)}
+    assert ranks == {(1, 3), (2, 2), (3, 3)}
+
+
+def manifests(root: Path) -> list[Manifest]:
+    generations = Generations(open_storage(str(root)))
+    return [generations.manifest(publish) for publish in generations.history().live]
 
 
 @pytest.mark.campaign

@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import probes
@@ -22,12 +23,14 @@ from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 from ray.util import placement_group_table
 from ray.util.placement_group import PlacementGroup, remove_placement_group
 
+from coherent_ray import config as config_
 from coherent_ray.drill.strikes import CLASSES
 from coherent_ray.errors import AdmissionTimeout, ClusterError
 from coherent_ray.train import (
     backend,
     coordinators,
     drains,
+    elastic,
     leaving,
     placements,
     trainer,
@@ -197,7 +200,12 @@ def test_classes_have_the_names_by_which_drills_find_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"]
+    "name",
+    [
+        "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",
+        "RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S",
+        "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S",
+    ],
 )
 def test_recovery_settings_still_reach_the_controller(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -255,6 +263,57 @@ def test_who_is_preempted_has_a_budget_of_his_own() -> None:
     assert [policy.make_decision(left) for _ in range(3)] == [FailureDecision.RETRY] * 3, where
     died = WorkerGroupError("died", {0: ValueError()})
     assert policy.make_decision(died) == FailureDecision.RAISE, where
+
+
+def test_a_group_that_is_resized_is_heard_of_before_it_is_ended() -> None:
+    """In the order of the controller: it decides, tells its callbacks, and only then acts."""
+    from ray.train.v2._internal.execution.controller.controller import TrainController
+
+    step, told = (inspect.getsource(getattr(TrainController, n)) for n in ("_step", "_set_state"))
+    where = moved("the state between a decision and a resize", "train/elastic.py")
+    assert "next_state = ResizingState(" in step, where
+    assert "scaling_decision=controller_state.scaling_decision" in step, where
+    assert "after_controller_state_update" in told, where
+    for name in vars(elastic.Elasticity):
+        if name.startswith(("after_", "before_")):
+            own = inspect.signature(getattr(elastic.Elasticity, name))
+            base = next(
+                kind for kind in elastic.Elasticity.__mro__[1:] if name in vars(kind)
+            )  # StopIteration: Ray calls it no more
+            rays = inspect.signature(getattr(base, name))
+            assert list(own.parameters) == list(rays.parameters), moved(name, "train/elastic.py")
+
+
+def test_a_worker_group_tells_who_lives_where() -> None:
+    from ray.train.v2._internal.execution.worker_group import WorkerGroup, WorkerGroupPollStatus
+    from ray.train.v2._internal.execution.worker_group.worker import ActorMetadata, Worker
+
+    where = moved("what a worker group is asked", "train/elastic.py")
+    assert "node_id" in {f.name for f in fields(ActorMetadata)}, where
+    assert {"actor", "metadata"} <= {f.name for f in fields(Worker)}, where
+    assert callable(Worker.execute_async), where
+    assert callable(WorkerGroup.get_workers), where
+    assert "timeout" in inspect.signature(WorkerGroup.poll_status).parameters, where
+    assert not WorkerGroupPollStatus({}).errors, where
+    assert not WorkerGroupPollStatus({}).finished, where
+
+
+def test_the_cluster_is_counted_anew_for_the_one_who_asked(tmp_path: Path) -> None:
+    from ray.train.v2._internal.execution.scaling_policy import create_scaling_policy
+
+    where = moved("how an elastic policy asks for resources", "train/elastic.py")
+    policy = create_scaling_policy(ScalingConfig(num_workers=(1, 2)))
+    made = elastic.Elasticity(config_.build(tiny.values(tmp_path / "run", tmp_path / "rows")))
+    context = SimpleNamespace(run_id="guard")
+    policy.after_controller_start(context)
+    try:
+        made.after_controller_start(context)
+        reserved = ray.get(made._count(), timeout=60.0)
+        assert sum(node.get("CPU", 0.0) for node in reserved.values()) == 2.0, where
+        assert policy.make_decision_for_non_running_worker_group().num_workers == 2, where
+    finally:
+        policy.before_controller_abort()
+    assert ray.get(made._count(), timeout=60.0) == {}, where
 
 
 def test_nodes_that_are_drained_can_be_asked_for() -> None:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from coherent_ray import config as config_
+from coherent_ray.config import Config
+from coherent_ray.config.sections import WorkerRange
 from coherent_ray.drill.acts import DEEDS
 from coherent_ray.drill.campaign import chosen
 from coherent_ray.drill.scenarios import SCENARIOS, Course, Scenario, Storm, course_of
@@ -96,22 +99,57 @@ def test_a_run_of_too_few_generations_is_refused() -> None:
     assert course_of(config_.build(values), updates=12, kills=1, seed=0).every == 2
 
 
+def a_run(workers: int, claim: str = "invariant") -> Config:
+    return config_.build(
+        {
+            "run": {"root": "x", "claim": claim},
+            "data": {
+                "source": {"format": "parquet", "paths": ["x"]},
+                "global_batch": 8,
+                "lanes": 4,
+                "microbatch": 1,
+            },
+            "training": {"updates": 12},
+            "cluster": {"workers": workers},
+        }
+    )
+
+
 def test_scenarios_are_chosen_by_name_in_their_own_order() -> None:
-    assert chosen((), None) == tuple(SCENARIOS)
-    assert chosen(("all",), None) == tuple(SCENARIOS)
-    assert chosen(("driver", "worker-mid-shard"), None) == ("worker-mid-shard", "driver")
+    run = a_run(workers=2)
+    assert chosen((), None, run) == tuple(SCENARIOS)
+    assert chosen(("all",), None, run) == tuple(SCENARIOS)
+    assert chosen(("driver", "worker-mid-shard"), None, run) == ("worker-mid-shard", "driver")
+
+
+@pytest.mark.parametrize(
+    ("run", "why"),
+    [({"workers": 2, "claim": "exact"}, "claim is exact"), ({"workers": 1}, "cannot become fewer")],
+)
+def test_what_a_run_cannot_suffer_is_left_out(run: dict[str, Any], why: str) -> None:
+    found = a_run(**run)
+    assert chosen((), None, found) == tuple(n for n in SCENARIOS if n != "elastic")
+    with pytest.raises(ConfigError, match=f"elastic is not for this run: .*{why}"):
+        chosen(("elastic",), None, found)
+
+
+def test_a_run_that_follows_its_cluster_has_no_failure_to_spare() -> None:
+    settings = SCENARIOS["elastic"].settings_for(a_run(workers=3))["cluster"]
+    assert settings["workers"] == WorkerRange(min=1, max=3)
+    assert settings["max_failures"] == 0
 
 
 def test_a_given_cluster_s_nodes_are_left_alone() -> None:
-    allowed = chosen((), "127.0.0.1:6379")
+    run, ours = a_run(workers=2), ("node", "node-frozen", "elastic", "partition")
+    allowed = chosen((), "127.0.0.1:6379", run)
     assert {"worker-mid-shard", "driver", "storm"} <= set(allowed)
-    assert not {"node", "node-frozen", "partition"} & set(allowed)
-    for name in ("node", "node-frozen", "partition"):
+    assert not set(ours) & set(allowed)
+    for name in ours:
         with pytest.raises(ConfigError, match=name):
-            chosen((name,), "127.0.0.1:6379")
+            chosen((name,), "127.0.0.1:6379", run)
 
 
 def test_a_scenario_that_does_not_exist_is_named_with_those_that_do() -> None:
     with pytest.raises(ConfigError, match="no scenario 'earthquake'") as caught:
-        chosen(("earthquake",), None)
+        chosen(("earthquake",), None, a_run(workers=2))
     assert "worker-mid-shard" in caught.value.remedy

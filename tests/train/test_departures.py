@@ -16,7 +16,7 @@ def test_the_ranks_of_a_drained_node_are_told_once() -> None:
     assert made.drained({"b": 9.5, "c": 1.0}, WHY)
     assert not made.drained({"b": 7.5}, WHY)
     assert made.summary() == {
-        "attempt": 2, "ranks": [1, 2], "why": WHY, "seconds": 9.5, "left": None,
+        "attempt": 2, "ranks": [1, 2], "why": WHY, "seconds": 9.5, "left": None, "resized": None,
     }  # fmt: skip
     assert not made.drained({"a": None, "b": 5.0}, WHY)
     assert (made.summary() or {})["ranks"] == [0, 1, 2]
@@ -52,6 +52,34 @@ def test_leaving_is_of_its_attempt() -> None:
     made.lives(4, 0, "a")
     assert made.told(4, [0], "SIGTERM", None)
     assert (made.summary() or {})["left"] is None
+
+
+def test_a_group_that_is_resized_leaves_as_a_whole() -> None:
+    made = Departures()
+    assert not made.resized(1, 3), "nobody trains yet"
+    assert not made.leaves(1)
+    made.lives(1, 0, "a")
+    made.lives(1, 1, "b")
+    assert not made.resized(2, 3), "the ranks that are known are of an older attempt"
+    assert made.resized(1, 3)
+    assert made.leaves(1)
+    assert not made.leaves(2)
+    facts = made.summary() or {}
+    assert facts["ranks"] == [0, 1]
+    assert told_in_words(facts) == (
+        "there is room for 3 workers instead of 2: they publish one more generation and start again"
+    )
+
+
+def test_who_was_told_before_leaves_with_the_others() -> None:
+    made = Departures()
+    made.lives(1, 0, "a")
+    made.lives(1, 1, "b")
+    made.told(1, [1], "SIGTERM", None)
+    assert not made.resized(1, 3)
+    assert made.leaves(1)
+    assert (made.summary() or {})["ranks"] == [0, 1]
+    assert "(SIGTERM)" in told_in_words(made.summary() or {})
 
 
 def test_the_words() -> None:

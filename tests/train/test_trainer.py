@@ -13,8 +13,16 @@ from small_run import config_for
 import coherent_ray
 from coherent_ray import config as config_
 from coherent_ray.config import Config
+from coherent_ray.config.sections import WorkerRange
 from coherent_ray.train.backend import AdmissionBackend, FatalErrors
-from coherent_ray.train.trainer import RAY_SNAPSHOT, make_trainer, run_config, set_environment
+from coherent_ray.train.elastic import Elasticity
+from coherent_ray.train.trainer import (
+    RAY_SNAPSHOT,
+    START_TIMEOUT_S,
+    make_trainer,
+    run_config,
+    set_environment,
+)
 
 
 @pytest.fixture
@@ -44,6 +52,39 @@ def test_failures_are_allowed_as_configured(config: Config, failures: int) -> No
     cluster = config.cluster.model_copy(update={"max_failures": failures})
     made = run_config(config.model_copy(update={"cluster": cluster}))
     assert made.failure_config.max_failures == failures
+
+
+def elastic(config: Config, **settings: object) -> Config:
+    values = {"workers": WorkerRange(min=1, max=2), **settings}
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update=values)})
+
+
+def test_a_range_of_workers_is_ray_s_elastic_scaling(config: Config) -> None:
+    made = make_trainer(elastic(config, resize_interval_s=7.0))
+    scaling = made.scaling_config
+    assert scaling.elasticity_enabled
+    assert (scaling.min_workers, scaling.max_workers) == (1, 2)
+    assert scaling.elastic_resize_monitor_interval_s == 7.0
+    assert not make_trainer(config).scaling_config.elasticity_enabled
+
+
+def test_of_a_range_failures_are_counted_here(config: Config) -> None:
+    made = run_config(elastic(config, max_failures=0))
+    assert made.failure_config.max_failures == -1, "Ray would charge a node that was lost"
+    assert [type(callback) for callback in made.callbacks] == [FatalErrors, Elasticity]
+    assert made.callbacks[0]._elastic is made.callbacks[1]
+
+
+def test_a_range_does_not_wait_for_long_where_a_node_went(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    set_environment(config.cluster)
+    assert name not in os.environ
+    set_environment(elastic(config).cluster)
+    assert os.environ[name] == str(START_TIMEOUT_S)
 
 
 def test_what_ray_remembers_of_an_earlier_start_is_removed(config: Config) -> None:

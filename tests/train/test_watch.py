@@ -17,7 +17,7 @@ class Scene:
         self.there = Resources({"CPU": 4.0}, {"CPU": 2.0}, asked_for=True)
         self.up: int | None = None
         self.watch = Watch(
-            Cluster(**settings),
+            Cluster.model_validate(settings),
             3,
             stale=stale,
             resources=lambda: self.there,
@@ -58,6 +58,41 @@ def test_workers_that_merely_start_are_no_lack_of_resources() -> None:
     scene = Scene(workers=4)
     told = [now for now in range(25) if scene.at(float(now))]
     assert told == [20]
+
+
+ELASTIC = {"workers": {"min": 1, "max": 4}}
+
+
+def test_as_many_workers_as_there_are_are_told_where_that_changes() -> None:
+    scene = Scene(**ELASTIC)
+    assert scene.at(1.0, attempt=4, admitted=3, ranks=3) == [], "they are not admitted yet"
+    assert scene.at(2.0, attempt=4, admitted=4, ranks=3) == ["now 3 workers, of 4 at most"]
+    assert scene.at(3.0, attempt=4, admitted=4, ranks=3) == []
+    lost = {"count": 0, "last": "rank 2: its node was lost", "taken": 1}
+    [told] = scene.at(4.0, attempt=4, admitted=4, ranks=3, failures=lost)
+    assert told.startswith("rank 2: its node was lost; it does not count as a failure")
+    assert scene.at(5.0, attempt=5, admitted=5, ranks=1, failures=lost) == [
+        "now 1 worker, of 4 at most"
+    ]
+    assert scene.at(6.0, attempt=6, admitted=6, ranks=1, failures=lost) == []
+    assert scene.at(7.0, attempt=7, admitted=7, ranks=4, failures=lost) == ["now 4 workers"]
+
+
+def test_a_number_of_workers_that_cannot_change_is_not_told() -> None:
+    assert Scene(workers=3).at(1.0, attempt=4, admitted=4, ranks=3) == []
+
+
+def test_a_range_waits_for_its_fewest_workers_only() -> None:
+    scene = Scene(workers={"min": 2, "max": 9})
+    scene.there = Resources({"CPU": 2.0}, {"CPU": 2.0}, asked_for=True)
+    scene.up = 2
+    assert scene.at(5.0) == [], "there is room for two"
+    scene.there = Resources({"CPU": 1.0}, {"CPU": 1.0}, asked_for=True)
+    [words] = scene.at(10.0)
+    assert "2 workers at least ask for 2 CPU; the cluster has 1 CPU" in words
+    scene.there = Resources({"CPU": 9.0}, {"CPU": 0.0}, asked_for=False)
+    [words] = scene.at(200.0)
+    assert "2 processes are up" in words
 
 
 def test_all_resources_are_asked_for() -> None:
