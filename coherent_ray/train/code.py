@@ -21,6 +21,7 @@ from functools import cache
 from importlib import metadata
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import ModuleType
 
 from coherent_ray import canonical
 from coherent_ray.digests import Digest
@@ -64,13 +65,22 @@ def code_of(function: Callable[..., object], name: str | None = None) -> Code:
     file = getattr(first, "__file__", None)
     origin = Path(file) if file else None
     tree = _tree(origin)
-    if first is None or tree is None or first.__name__.partition(".")[0] == _OURS:
+    if first is None or tree is None or _OURS in {_top(first.__name__), _top(_started_as(first))}:
         return NO_CODE
     reached = _Reached(first.__name__, _home(first.__name__, origin))
     reached.take(first.__name__, tree, is_package=hasattr(first, "__path__"))
     reached.look_at(own)
     reached.follow()
     return Code(reached.modules, _versions(reached.libraries))
+
+
+def _top(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _started_as(module: ModuleType) -> str:
+    """Return the name that a program's module has, where it was started by ``python -m NAME``."""
+    return module.__spec__.name if module.__spec__ is not None else ""
 
 
 class _Reached:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -283,3 +284,20 @@ def test_a_ticket_tells_of_the_code(project: Path, tmp_path: Path) -> None:
     ticket = ticket_of(open_attempt(config))
     assert set(ticket.code) == MODULES
     assert not [value for value in ticket.code.values() if str(project) in value]
+
+
+@pytest.mark.parametrize(
+    ("name", "counts"), [("coherent_ray.drill.driver", False), ("my.job", True)]
+)
+def test_a_program_of_ours_is_no_source_of_the_user_s(
+    name: str, counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drilled run is completed by the product's own driver: it is the same job."""
+    path = tmp_path / "program.py"
+    path.write_text("def held(values):\n    pass\n")
+    program = types.ModuleType("__main__")
+    program.__spec__ = importlib.machinery.ModuleSpec(name, None, origin=str(path))
+    program.__file__ = str(path)
+    exec(compile(path.read_text(), str(path), "exec"), program.__dict__)
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    assert ("__main__" in code_of(program.held).modules) is counts
