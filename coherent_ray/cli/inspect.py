@@ -5,12 +5,13 @@ Neither looks into a shard: that is what ``verify`` is for.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 import click
 
+from coherent_ray import canonical
 from coherent_ray.cli.output import (
     Column,
     count_text,
@@ -26,7 +27,7 @@ from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_
 from coherent_ray.commit.findings import Finding, read_findings
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
-from coherent_ray.commit.manifest import GenerationHeader, Manifest
+from coherent_ray.commit.manifest import GenerationHeader, Manifest, StateLayout, dump
 from coherent_ray.commit.traces import look
 from coherent_ray.errors import ManifestDamaged, StorageError
 from coherent_ray.storage import Storage
@@ -178,7 +179,10 @@ def show(run: str, tensors: bool, as_json: bool) -> int:
     row = Row(info, manifest, "", _written_at(storage, info))
     scrubbed = _scrubbed(storage, info.name)
     if as_json:
-        told = {"scrub": scrubbed.to_json() if scrubbed else None, "manifest": asdict(manifest)}
+        told = {
+            "scrub": scrubbed.to_json() if scrubbed else None,
+            "manifest": canonical.load(dump(manifest)),
+        }
         show_json({"root": storage.uri, **row.value(), **told})
         return 0
     facts = [*_facts(row, manifest), ("last scrub", _scrub_text(scrubbed))]
@@ -228,7 +232,7 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
         ("claim", header.claim),
         ("ranks", f"{header.ranks:,}"),
         ("size", size_text(_size(row))),
-        ("state holds", count_text(len(header.layout.tensors), "tensor")),
+        ("state holds", _tensors_text(header.layout)),
         ("fingerprint", manifest.fingerprint),
         ("manifest", f"{publish.manifest} {publish.manifest_digest}"),
         ("log record", record_path(row.info.seq)),
@@ -238,6 +242,12 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
 
 def _part(header: GenerationHeader) -> str:
     return f", and a part of update {header.update + 1:,}" if header.mid_update else ""
+
+
+def _tensors_text(layout: StateLayout) -> str:
+    text = count_text(len(layout.tensors), "tensor")
+    sharded = sum(1 for tensor in layout.tensors if tensor.parts)
+    return f"{text}, {sharded:,} of them in {layout.parts:,} parts" if sharded else text
 
 
 def _scrubbed(storage: Storage, name: str) -> Finding | None:

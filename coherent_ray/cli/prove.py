@@ -82,6 +82,10 @@ def prove(
 
     if in_process and address is not None:
         raise click.UsageError("--in-process and --address exclude each other")
+    if in_process and settings.training.strategy == "fsdp2":
+        raise click.UsageError(
+            "--in-process has no processes, and training.strategy: fsdp2 needs one for each rank"
+        )
     place = Path(out).expanduser().absolute()
     job = cases.prepared(settings, updates)
     counts = cases.rank_counts(job, ranks)

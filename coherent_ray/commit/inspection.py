@@ -52,8 +52,11 @@ def tensors_between(
         start: First byte of the file.
         stop: The byte after the last.
     """
-    first = shard.start + max(start - shard.header_bytes, 0)
-    last = min(shard.start + stop - shard.header_bytes, shard.stop)
+    first = max(start - shard.header_bytes, 0)
+    last = min(stop, shard.size) - shard.header_bytes
+    if header.layout.parts:
+        return _sharded_between(header, shard.rank, first, last)
+    first, last = first + shard.start, last + shard.start
     layout = header.layout
     offsets = layout.offsets()
     names = []
@@ -63,6 +66,19 @@ def tensors_between(
             break
         if begin + tensor.nbytes > first and tensor.nbytes:
             names.append(tensor.name)
+    return names
+
+
+def _sharded_between(header: GenerationHeader, rank: int, first: int, last: int) -> list[str]:
+    """Return the names of the tensors that have bytes in a range of a rank's part."""
+    names = []
+    at = 0
+    for index, begin, end in header.layout.part(rank, header.ranks):
+        if at >= last:
+            break
+        if begin < end and at + end - begin > first:
+            names.append(header.layout.tensors[index].name)
+        at += end - begin
     return names
 
 

@@ -4,18 +4,34 @@ Manifest, shard records, the state's layout, the data position, acknowledgements
 from outside until `load` has accepted it: unknown keys, wrong types and impossible values are
 refused. No tensors here: a tensor is a name, a dtype, a shape and a byte range.
 
-The *flat state* is the sequence of all tensors in layout order (larger items first, then by name,
-so that every tensor is aligned to its own item size). Rank ``r`` of ``R`` owns the byte range
-``[cut(r), cut(r + 1))`` of it.
+The *flat state* is all ranks' parts, one after the other: rank ``r`` of ``R`` owns the byte range
+``[cut(r), cut(r + 1))`` of it. Every rank, reader and writer computes from the layout alone what
+lies there, so no plan is ever stored or sent:
+
+- a *sharded* tensor (``parts``) is cut by rows, its first dimension: ``ceil(rows / parts)`` of them
+  lie in each rank's part, fewer or none in the last ones;
+- all others, in layout order (larger items first, then by name), are one sequence of bytes, of
+  which each rank has an equal share.
+
+In a part everything lies in layout order, so that it is aligned to its own item size.
 """
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+)
 from pydantic.dataclasses import dataclass
 
 from coherent_ray import canonical
@@ -23,6 +39,8 @@ from coherent_ray.canonical import Json
 from coherent_ray.digests import Algorithm, Digest, algorithm_of, hex_digits
 
 FORMAT = 1
+#: Of a manifest with sharded tensors: a version that knows none would look for other bytes.
+SHARDED_FORMAT = 2
 #: Longer ones are neither published nor read: 10 TiB of state need a tenth of it.
 MANIFEST_BYTES = 256 * 2**20
 #: The same of a segment of receipts; a million updates need about so much.
@@ -50,6 +68,7 @@ Positive = Annotated[int, Field(ge=1, lt=2**63)]
 Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 #: Not a Literal, which takes true and 1.0 for 1.
 Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
+ManifestFormat = Annotated[int, Field(ge=FORMAT, le=SHARDED_FORMAT)]
 HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32,64}$")]
 SegmentPath = Annotated[str, Field(pattern=r"^receipts/[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.jsonl$")]
 RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,127}$")]
@@ -66,6 +85,8 @@ class TensorSpec:
     dtype: str
     """safetensors' name of it, a key of `ITEM_BYTES`."""
     shape: Annotated[tuple[Count, ...], Field(max_length=_MOST_DIMENSIONS)]
+    parts: Annotated[int, Field(ge=2, lt=2**63)] = 0
+    """How many ranks its rows are cut over; 0, which no document says: it is not sharded."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ITEM_BYTES:
@@ -74,16 +95,46 @@ class TensorSpec:
             raise ValueError(f"tensor {self.name!r} has a name that shard files keep")
         if self.nbytes >= _LIMIT:
             raise ValueError(f"tensor {self.name!r} has more bytes than 63 bits count")
+        if self.parts and not (self.shape and self.nbytes):
+            raise ValueError(f"tensor {self.name!r} is sharded, and has no rows or nothing in it")
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        if not self.parts:
+            del found["parts"]
+        return found
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole tensor."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
+    @property
+    def whole(self) -> TensorSpec:
+        """The tensor, and nothing of how it is cut."""
+        return TensorSpec(self.name, self.dtype, self.shape) if self.parts else self
+
+    def rows(self, rank: int) -> tuple[int, int]:
+        """Return the first row of a sharded tensor that a rank has, and the one after its last."""
+        return rows_of(self.shape[0], rank, self.parts)
+
+    def span(self, rank: int) -> tuple[int, int]:
+        """Return the same in bytes of the whole tensor."""
+        row = self.nbytes // self.shape[0]
+        first, last = self.rows(rank)
+        return first * row, last * row
+
+
+def rows_of(rows: int, rank: int, parts: int) -> tuple[int, int]:
+    """Return which of some rows lie with one of ``parts`` ranks, as torch cuts them."""
+    chunk = -(-rows // parts)
+    return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
+
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class StateLayout:
-    """All tensors of the state, in the order of the flat state."""
+    """All tensors of the state, in layout order."""
 
     tensors: tuple[TensorSpec, ...]
 
@@ -93,27 +144,83 @@ class StateLayout:
             raise ValueError("tensors are not in layout order, or a name is there twice")
         if self.nbytes >= _LIMIT:
             raise ValueError("the state has more bytes than 63 bits count")
+        if len({t.parts for t in self.tensors if t.parts}) > 1:
+            raise ValueError("tensors are sharded over different numbers of ranks")
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole flat state."""
         return sum(t.nbytes for t in self.tensors)
 
+    @property
+    def parts(self) -> int:
+        """How many ranks the sharded tensors are cut over; 0: there are none."""
+        return max((t.parts for t in self.tensors), default=0)
+
+    @property
+    def whole(self) -> StateLayout:
+        """The tensors, and nothing of how they are cut."""
+        return StateLayout(tuple(t.whole for t in self.tensors)) if self.parts else self
+
     def offsets(self) -> list[int]:
-        """Return where each tensor begins in the flat state, in bytes."""
-        result = []
-        at = 0
-        for tensor in self.tensors:
-            result.append(at)
-            at += tensor.nbytes
-        return result
+        """Return where each tensor would begin, in bytes, if none were sharded."""
+        return [0, *accumulate(t.nbytes for t in self.tensors)][:-1]
 
     def cut(self, rank: int, ranks: int) -> int:
         """Return the byte at which a rank's part begins; ``cut(ranks, ranks)`` is the end."""
-        if rank == ranks:
-            return self.nbytes
-        at = self.nbytes * rank // ranks
-        return at - at % CUT_ALIGNMENT
+        sharded = sum(t.span(rank)[0] for t in self.tensors if t.parts)
+        return sharded + self._share(rank, ranks)[0]
+
+    def cuts(self, ranks: int) -> list[int]:
+        """Return `cut` of each rank and the end, in time for tensors plus ranks."""
+        if not self.parts:
+            return self.shares(ranks)
+        # How the bytes of a rank's rows differ from those of the rank before.
+        steps = [0] * (self.parts + 2)
+        for tensor in self.tensors:
+            if tensor.parts:
+                chunk = tensor.span(0)[1]
+                full, rest = divmod(tensor.nbytes, chunk)
+                steps[0] += chunk
+                steps[full] += rest - chunk
+                steps[full + 1] -= rest
+        sharded = [0, *accumulate(accumulate(steps))]
+        return [a + b for a, b in zip(sharded[: ranks + 1], self.shares(ranks), strict=True)]
+
+    def shares(self, ranks: int) -> list[int]:
+        """Return where each rank's share of what is not sharded begins in it, and the end."""
+        total = sum(t.nbytes for t in self.tensors if not t.parts)
+        return [*(_aligned(total * rank // ranks) for rank in range(ranks)), total]
+
+    def part(self, rank: int, ranks: int) -> Iterator[tuple[int, int, int]]:
+        """Yield what lies in a rank's part: index of the tensor, first byte, byte after the last.
+
+        A tensor without bytes lies where it would begin, or with the last rank.
+        """
+        start, stop = self._share(rank, ranks)
+        at = 0
+        for index, tensor in enumerate(self.tensors):
+            if tensor.parts:
+                first, last = tensor.span(rank)
+            else:
+                first = min(max(start - at, 0), tensor.nbytes)
+                last = min(max(stop - at, 0), tensor.nbytes)
+                here = start <= at < stop or (at == stop and rank + 1 == ranks)
+                at += tensor.nbytes
+                if not tensor.nbytes and here:
+                    yield index, 0, 0
+            if first < last:
+                yield index, first, last
+
+    def _share(self, rank: int, ranks: int) -> tuple[int, int]:
+        """Return a rank's range of the bytes that are not sharded."""
+        total = sum(t.nbytes for t in self.tensors if not t.parts)
+        first, last = (_aligned(total * r // ranks) for r in (rank, rank + 1))
+        return (total if rank == ranks else first), (total if rank + 1 >= ranks else last)
+
+
+def _aligned(at: int) -> int:
+    return at - at % CUT_ALIGNMENT
 
 
 @dataclass(frozen=True, slots=True, config=_STRICT)
@@ -197,7 +304,7 @@ class ReceiptSegment:
 class GenerationHeader:
     """What all ranks must agree on about a generation before it may be published."""
 
-    format: Format
+    format: ManifestFormat
     run_id: RunId
     number: Positive
     attempt: Positive
@@ -216,6 +323,12 @@ class GenerationHeader:
     """Digest of the last receipt, or of the run's identity where there is none yet."""
     receipts: ReceiptSegment | None
     """None where no update has been done since the generation before."""
+
+    def __post_init__(self) -> None:
+        if self.format != format_of(self.layout):
+            raise ValueError(f"format {self.format} is not that of such a layout")
+        if self.layout.parts not in {0, self.ranks}:
+            raise ValueError("the tensors are sharded over another number of ranks than wrote them")
 
     @property
     def update(self) -> int:
@@ -248,9 +361,12 @@ class Manifest:
         if len(self.shards) != ranks or any(s.rank != r for r, s in enumerate(self.shards)):
             raise ValueError("there is not exactly one shard for each rank, in order")
         at = 0
+        edges = layout.cuts(ranks) if layout.parts else []
         for shard in self.shards:
             if shard.start != at or shard.stop < at:
                 raise ValueError(f"shard {shard.path!r} does not begin where the one before ends")
+            if edges and shard.stop != edges[shard.rank + 1]:
+                raise ValueError(f"shard {shard.path!r} does not end where its rank's part does")
             # The very name, not a prefix: no `..`, and no file that stands for two ranks.
             if shard.path != shard_path(self.header.directory, shard.rank, ranks):
                 raise ValueError(f"shard {shard.path!r} lies outside its generation, or its rank")
@@ -292,6 +408,11 @@ class Acknowledgement:
     """How the shard of the rank before was read back; None: it was not, yet."""
 
 
+def format_of(layout: StateLayout) -> int:
+    """Return the format that a manifest with such a layout has."""
+    return SHARDED_FORMAT if layout.parts else FORMAT
+
+
 def generation_name(number: int, attempt: int) -> str:
     """Return the name that users see, ``g12-a3``."""
     return f"g{number}-a{attempt}"
@@ -329,9 +450,10 @@ def refuse_later(value: Json) -> None:
     """
     document = value.get("header", value) if isinstance(value, dict) else None
     found = document.get("format") if isinstance(document, dict) else None
-    if type(found) is int and found > FORMAT:
+    known = SHARDED_FORMAT if isinstance(document, dict) and "layout" in document else FORMAT
+    if type(found) is int and found > known:
         raise LaterFormat(
-            f"it says that it has format {canonical.shown(found)}, this version reads {FORMAT}"
+            f"it says that it has format {canonical.shown(found)}, this version reads {known}"
         )
 
 

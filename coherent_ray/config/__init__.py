@@ -71,6 +71,16 @@ class Config(Section):
                 "is a range, and run.claim: exact promises nothing at another rank count; give one "
                 "number, or set run.claim: invariant",
             )
+        if self.training.strategy == "fsdp2":
+            if self.run.claim == "invariant":
+                yield (
+                    "run.claim",
+                    "invariant cannot be kept with training.strategy: fsdp2, whose reduce-scatter "
+                    "adds in an order that depends on the number of workers; use exact or "
+                    "statistical",
+                )
+            if self.checkpoint.mid_update:
+                yield "checkpoint.mid_update", "needs training.strategy: replicated"
         if self.storage.signing_key is not None and self.checkpoint.digest == "xxh3_128":
             yield (
                 "checkpoint.digest",

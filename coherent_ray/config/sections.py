@@ -189,6 +189,9 @@ class Training(Section):
     """Optimizer steps of the whole run; give this or epochs."""
     epochs: Positive | None = None
     """Passes over the data of the whole run; give this or updates."""
+    strategy: Literal["replicated", "fsdp2"] = "replicated"
+    """How workers hold the model. replicated: each all of it. fsdp2: each some rows of every
+    parameter and of its moments (torch's fully_shard); for the claims exact and statistical."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Autocast precision of forward and backward; fp16 brings a gradient scaler."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
@@ -209,6 +212,12 @@ class Training(Section):
             yield "updates", "is required, or epochs instead"
         if self.updates is not None and self.epochs is not None:
             yield "epochs", "cannot be given together with updates"
+        if self.strategy == "fsdp2" and self.precision == "fp16":
+            yield (
+                "precision",
+                "fp16 needs strategy: replicated: with fsdp2 each worker would scale by the rows "
+                "that it has; use bf16",
+            )
 
 
 class Optimizer(Section):

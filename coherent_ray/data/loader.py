@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -59,6 +59,8 @@ class LoadedUpdate:
     """Digest of the examples of *all* lanes in order: the same on every rank."""
     lanes: tuple[LoadedLane, ...]
     """Lanes of this rank, in order."""
+    spare: LoadedMicrobatch | None = None
+    """For a rank that must take a pass although its lanes are empty: the update's first."""
 
 
 class Loader:
@@ -73,6 +75,7 @@ class Loader:
         collate: Collate,
         *,
         prefetch: int = 2,
+        spare: bool = False,
     ) -> None:
         """Make a loader; nothing is read yet.
 
@@ -84,6 +87,7 @@ class Loader:
             collate: Rows to batch; called in the background thread, so it must not touch global
                 random state (it would race the model's): `SEED_COLUMN` is there for it.
             prefetch: Updates that are read ahead; 0: read when asked, without a thread.
+            spare: Read the update's first microbatch where no lane of the rank has any.
 
         Raises:
             DataError: The source has not as many examples as the plan.
@@ -101,6 +105,7 @@ class Loader:
         self._lanes = plan.lanes_of(rank, ranks)
         self._collate = collate
         self._prefetch = prefetch
+        self._spare = spare
         self._readers: list[_Reader] = []
 
     def updates(self, first: int, last: int | None = None) -> Iterator[LoadedUpdate]:
@@ -146,7 +151,11 @@ class Loader:
         update = self._plan.update(number)
         ids = self._plan.example_ids(update.start, update.stop, update.epoch)
         lanes = tuple(self._load_lane(update, update.lanes[lane], ids) for lane in self._lanes)
-        return LoadedUpdate(update, self._plan.ids_digest(update), lanes)
+        spare = None
+        if self._spare and not any(lane.microbatches for lane in lanes):
+            first = replace(update.lanes[0], microbatches=update.lanes[0].microbatches[:1])
+            spare = self._load_lane(update, first, ids).microbatches[0]
+        return LoadedUpdate(update, self._plan.ids_digest(update), lanes, spare)
 
     def _load_lane(self, update: UpdatePlan, lane: LanePlan, ids: Positions) -> LoadedLane:
         loaded = []

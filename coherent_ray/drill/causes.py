@@ -63,6 +63,9 @@ def cause_of(one: Config, other: Config, update: int) -> Cause:
         other: Another one, of the same job.
         update: The first update at which they part.
     """
+    if "fsdp2" in {one.training.strategy, other.training.strategy}:
+        says = "updates of a sharded model cannot be run again in one process"
+        return Cause("elsewhere", update, says)
     try:
         return _Search(one, other, update).cause()
     except CoherentRayError as error:

@@ -12,7 +12,7 @@ from coherent_ray.state.capture import State, restore
 from coherent_ray.state.digest import state_digest
 from coherent_ray.state.fingerprint import Fingerprint
 from coherent_ray.state.layout import layout_of
-from coherent_ray.state.shards import load_state, read_tensor, write_shard
+from coherent_ray.state.shards import load_rows, load_state, read_tensor, write_shard
 from coherent_ray.state.snapshot import Snapshot
 from coherent_ray.state.writer import BackgroundWriter
 
@@ -22,6 +22,7 @@ __all__ = [
     "Snapshot",
     "State",
     "layout_of",
+    "load_rows",
     "load_state",
     "read_tensor",
     "restore",

@@ -154,6 +154,18 @@ class FlatReader:
                 data[first - start : last - start] = found[first - at : last - at]
         return data
 
+    def items(self, name: str, first: int, last: int) -> memoryview:
+        """Return the bytes of items ``[first, last)`` of a tensor, in row-major order.
+
+        Raises:
+            KeyError: The state has no such tensor.
+            ShardDamaged: A block that holds a part of them is wrong.
+            StorageError: The storage failed.
+        """
+        pieces = self.flat.locate(name, first, last)
+        parts = [self.read(piece.start, piece.start + piece.nbytes) for piece in pieces]
+        return parts[0] if len(parts) == 1 else memoryview(bytearray().join(parts))
+
 
 def readers_of(storage: Storage, manifest: Manifest, flat: FlatState) -> list[ShardReader]:
     """Return a reader for each shard of a generation, in order of rank."""

@@ -71,7 +71,7 @@ def capture(
     """Return the whole state of a job, between two updates.
 
     Args:
-        model: Plain data parallel: every rank holds the whole of it.
+        model: Every rank holds the whole of it, or of each parameter some rows (`DTensor`).
         optimizer: Makes part of the state exist only in its first step; that is fine.
         scheduler: Anything with ``state_dict`` and ``load_state_dict``, `ReduceLROnPlateau` too.
         scaler: Must have been updated since its last step.
@@ -154,10 +154,14 @@ def restore(  # noqa: PLR0917 - one for each part of a job
 def state_spec(model: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Return dtype and shape of every tensor of a model, by its name in the flat state.
 
+    Args:
+        model: May be sharded, or on the meta device.
+
     Raises:
         TaskError: A tensor cannot be stored.
     """
-    specs = [spec_of(MODEL + name, tensor) for name, tensor in model_tensors(plain(model))]
+    named = model_tensors(plain(model))
+    specs = [spec_of(MODEL + name, tensor, with_memory=False) for name, tensor in named]
     return {spec.name: (spec.dtype, spec.shape) for spec in specs}
 
 
@@ -173,7 +177,7 @@ def check_spec(layout: StateLayout, spec: Mapping[str, tuple[str, tuple[int, ...
         StateMismatch: It has not; names the first tensor in layout order and both values.
     """
     live = {name: TensorSpec(name, dtype, shape) for name, (dtype, shape) in spec.items()}
-    stored = {t.name: t for t in layout.tensors if t.name.startswith(MODEL)}
+    stored = {t.name: t.whole for t in layout.tensors if t.name.startswith(MODEL)}
     for name in [*stored, *sorted(set(live) - set(stored))]:
         if stored.get(name) != live.get(name):
             raise mismatch(name, _described(stored.get(name)), _described(live.get(name)))

@@ -96,13 +96,13 @@ def compare_states(
         ShardDamaged: A shard is missing or wrong.
         StorageError: A storage failed.
     """
-    specs = [{t.name: t for t in manifest.header.layout.tensors} for manifest in (one, other)]
+    specs = [{t.name: t.whole for t in m.header.layout.tensors} for m in (one, other)]
     layout = [
         f"{name}: {_described(specs[0].get(name))} -> {_described(specs[1].get(name))}"
         for name in sorted(specs[0].keys() | specs[1].keys())
         if specs[0].get(name) != specs[1].get(name)
     ]
-    common = [t for t in one.header.layout.tensors if specs[1].get(t.name) == t]
+    common = [t for name, t in specs[0].items() if specs[1].get(name) == t]
     readers = FlatReader(first, one), FlatReader(second, other)
     found = (_tensor(spec, *readers) for spec in common)
     return StateDifference(tuple(layout), tuple(filter(None, found)), len(common))
@@ -111,16 +111,12 @@ def compare_states(
 def _tensor(spec: TensorSpec, one: FlatReader, other: FlatReader) -> TensorDifference | None:
     """Return how a tensor differs, or None."""
     size = ITEM_BYTES[spec.dtype]
-    starts = one.flat.find(spec.name).start, other.flat.find(spec.name).start
     differing, first_item, values = 0, 0, ("", "")
     largest: list[float] = []
     ulps: list[int] = []
     for at in range(0, spec.nbytes, STEP_BYTES):
         length = min(STEP_BYTES, spec.nbytes - at)
-        raw = [
-            reader.read(start + at, start + at + length)
-            for reader, start in zip((one, other), starts, strict=True)
-        ]
+        raw = [r.items(spec.name, at // size, (at + length) // size) for r in (one, other)]
         if raw[0] == raw[1]:
             continue
         bits = [np.frombuffer(part, _UNSIGNED[size]) for part in raw]

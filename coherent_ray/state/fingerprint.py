@@ -10,12 +10,17 @@ any change of one word changes, and two given contents share with a chance of ab
 of a tensor's chunks are words again, and so on until one is left. Integer sums have no order, so
 the value does not depend on device, thread count or strides.
 
+Sums can be shared out: of a sharded tensor each rank takes its own rows, and one sum over the ranks
+gives what one rank with the whole tensor would have found. So a state has the same fingerprint at
+any rank count, sharded or not; but no two ranks hold the same rows, so only where a tensor is whole
+on every rank does it find ranks that have diverged.
+
 It finds accidents, not forgeries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -24,10 +29,11 @@ import torch
 
 from coherent_ray import canonical
 from coherent_ray.commit import manifest
-from coherent_ray.commit.manifest import StateLayout
+from coherent_ray.commit.manifest import StateLayout, TensorSpec
 from coherent_ray.digests import Digest, digest_of
 from coherent_ray.state.flat import items_of
 from coherent_ray.state.layout import check_tensors
+from coherent_ray.state.sharded import first_item_here, here
 
 #: 32-bit words of one chunk: 128 KiB of state, so that a chunk and its keys stay in a core's cache.
 CHUNK_WORDS = 2**15
@@ -50,7 +56,11 @@ class Fingerprint:
 
 
 @torch.no_grad()
-def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fingerprint:
+def fingerprint(
+    layout: StateLayout,
+    tensors: Mapping[str, torch.Tensor],
+    add_ranks: Callable[[torch.Tensor], None] | None = None,
+) -> Fingerprint:
     """Return the fingerprint of a replica.
 
     Takes a few megabytes of memory on each device, whatever the size of the tensors, and waits for
@@ -58,13 +68,17 @@ def fingerprint(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Fin
 
     Args:
         layout: The layout of the tensors.
-        tensors: By name; any device and strides.
+        tensors: By name; any device and strides; of sharded ones this rank's rows.
+        add_ranks: Adds a 1-D int64 tensor over all ranks, in place, and wraps around; called once,
+            and only where tensors are sharded. All ranks must come there.
 
     Raises:
         StateMismatch: The tensors are not those of the layout.
     """
     check_tensors(layout, tensors)
-    values = _to_host(_all_sums([tensors[spec.name] for spec in layout.tensors]))
+    live = [here(tensors[spec.name]) for spec in layout.tensors]
+    places = [first_item_here(tensors[spec.name]) for spec in layout.tensors]
+    values = _to_host(_all_sums(layout, live, places, add_ranks))
     hexes = tuple(
         f"{_mix(value ^ _mix(spec.nbytes)):016x}"
         for value, spec in zip(values, layout.tensors, strict=True)
@@ -79,15 +93,65 @@ def combined(layout: StateLayout, hexes: tuple[str, ...]) -> Fingerprint:
         layout: Of all tensors.
         hexes: One a tensor, in layout order.
     """
-    content = manifest.dump(layout) + canonical.dump(list(hexes))
+    content = manifest.dump(layout.whole) + canonical.dump(list(hexes))
     return Fingerprint(digest_of(content), hexes)
 
 
-def _all_sums(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], torch.Tensor]]:
-    """Yield the hashes of some tensors, as int64 on their device, with the tensors' indices."""
+def _all_sums(
+    layout: StateLayout,
+    tensors: list[torch.Tensor],
+    places: list[int],
+    add_ranks: Callable[[torch.Tensor], None] | None,
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the hashes of all tensors, as int64 on their device, with the tensors' indices."""
+    sharded = [index for index, spec in enumerate(layout.tensors) if spec.parts]
+    yield from _whole_sums(tensors, frozenset(sharded))
+    if not sharded:
+        return
+    if add_ranks is None:
+        raise ValueError("tensors are sharded, and nothing adds their ranks' sums")
+    shares = [_share_sums(layout.tensors[i], tensors[i], places[i]) for i in sharded]
+    lengths = [share.numel() for share in shares]
+    together = torch.cat(shares)
+    add_ranks(together)
+    for index, sums in zip(sharded, torch.split_with_sizes(together, lengths), strict=True):
+        yield [index], _sum_of_sums(sums)
+
+
+def _share_sums(spec: TensorSpec, rows: torch.Tensor, first: int) -> torch.Tensor:
+    """Return what some rows of a tensor add to the hash of each of its chunks.
+
+    Args:
+        spec: Of the whole tensor.
+        rows: Some of it.
+        first: Their first item in it.
+    """
+    size, items = rows.element_size(), rows.numel()
+    chunk = CHUNK_WORDS * 4 // size
+    sums = torch.zeros(-(-spec.nbytes // (CHUNK_WORDS * 4)), dtype=torch.int64, device=rows.device)
+    # Up to where the next chunk begins, then whole chunks, and what is left.
+    head = min(-first % chunk, items)
+    if head:
+        into = first % chunk * size
+        found = items_of(rows, 0, head)
+        words = _as_words(torch.cat([found.new_zeros(into % 4 // size), found]))
+        keys = _keys(rows.device)[into // 4 :][: words.numel()]
+        sums[first // chunk] = (words * keys).sum()
+    if head < items:
+        rest = _chunk_sums(items_of(rows, head, items))
+        sums[-(-first // chunk) :][: rest.numel()] = rest
+    return sums
+
+
+def _whole_sums(
+    tensors: list[torch.Tensor], without: frozenset[int]
+) -> Iterator[tuple[list[int], torch.Tensor]]:
+    """Yield the same of the tensors that are whole on this rank."""
     packs: dict[torch.device, list[int]] = {}
     words: dict[torch.device, int] = {}
     for index, tensor in enumerate(tensors):
+        if index in without:
+            continue
         device = tensor.device
         if tensor.nbytes > _SMALL_WORDS * 4:
             yield [index], _sum_of(tensor)
@@ -105,7 +169,10 @@ def _all_sums(tensors: list[torch.Tensor]) -> Iterator[tuple[list[int], torch.Te
 
 def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor's hash as an int64 tensor of one item, on its device."""
-    sums = _chunk_sums(tensor)
+    return _sum_of_sums(_chunk_sums(tensor))
+
+
+def _sum_of_sums(sums: torch.Tensor) -> torch.Tensor:
     while sums.numel() > 1:
         sums = _chunk_sums(sums)
     return sums

@@ -41,7 +41,8 @@ def items_of(tensor: torch.Tensor, first: int, last: int) -> torch.Tensor:
         # Not view(-1): a single item counts as contiguous whatever its stride, and would keep it.
         return bits.as_strided((last - first,), (1,), bits.storage_offset() + first)
     if last - first == bits.numel():
-        return bits.reshape(-1)
+        # One row, or one dimension, may be a view that still strides.
+        return bits.reshape(-1).contiguous()
     return torch.take(bits, torch.arange(first, last, device=bits.device))
 
 

@@ -1,15 +1,16 @@
 """Which bytes of the state lie where: from tensors to a `StateLayout`, from bytes to pieces.
 
-The flat state is all tensors one after another in layout order (`coherent_ray.commit.manifest`). A
-*piece* is the part of one tensor that falls into a byte range of it. Every rank, reader and writer
-computes the same pieces from the layout alone, so no plan is ever stored or sent.
+What the flat state is, `coherent_ray.commit.manifest` says. A *piece* is the part of one tensor
+that falls into a byte range of it: all of it, or some of its items in row-major order. Every rank,
+reader and writer computes the same pieces from the layout alone, so no plan is ever stored or sent.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping
-from dataclasses import dataclass
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -17,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec, is_reserved
 from coherent_ray.errors import StateMismatch, TaskError
+from coherent_ray.state.sharded import parts_of, unstorable
 
 #: torch's dtype for each of safetensors' names.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -67,12 +69,20 @@ class FlatState:
 
     def __init__(self, layout: StateLayout) -> None:
         self.layout = layout
+        self.parts = layout.parts
+        """Ranks that wrote a state with sharded tensors; 0: none of its tensors is sharded."""
         self.offsets = layout.offsets()
         self.nbytes = layout.nbytes
         self._index = {tensor.name: i for i, tensor in enumerate(layout.tensors)}
+        self._runs: dict[int, dict[str, Piece]] = {}
+        if self.parts:
+            self._edges = layout.cuts(self.parts)
+            self._shares = layout.shares(self.parts)
+            sizes = (0 if tensor.parts else tensor.nbytes for tensor in layout.tensors)
+            self._places = [0, *accumulate(sizes)]
 
     def find(self, name: str) -> Piece:
-        """Return a whole tensor as a piece.
+        """Return a whole tensor as a piece; where it begins says nothing if any is sharded.
 
         Raises:
             KeyError: The layout has no such tensor.
@@ -85,6 +95,8 @@ class FlatState:
         A range that cuts an item in two holds the whole item on both sides. A tensor without items
         lies where it begins, or with the state's last byte if it begins behind that.
         """
+        if self.parts:
+            return list(self._pieces_of_parts(start, stop))
         result = []
         at_end = stop == self.nbytes and (start < stop or stop == 0)
         # Only the tensor before the first that begins at `start` or later can reach into the range.
@@ -96,10 +108,81 @@ class FlatState:
                 result.append(piece)
         return result
 
+    def locate(self, name: str, first: int, last: int) -> list[Piece]:
+        """Return where items ``[first, last)`` of a tensor lie, in order of the items.
+
+        Args:
+            name: The tensor's.
+            first: First item, in row-major order.
+            last: The item after the last.
+
+        Raises:
+            KeyError: The layout has no such tensor.
+        """
+        index = self._index[name]
+        size = ITEM_BYTES[self.layout.tensors[index].dtype]
+        if not self.parts:
+            at = self.offsets[index]
+            piece = _clip(self._whole(index), at + first * size, at + last * size)
+            return [piece] if piece.items else []
+        found = []
+        for rank in self._holders(index, first * size, last * size):
+            held = self._run(rank).get(name)
+            if held is not None:
+                shift = held.start - held.first_item * size
+                found.append(_clip(held, shift + first * size, shift + last * size))
+        return [piece for piece in found if piece.items]
+
     def _whole(self, index: int) -> Piece:
         spec = self.layout.tensors[index]
         items = spec.nbytes // ITEM_BYTES[spec.dtype]
         return Piece(spec.name, spec.dtype, spec.shape, 0, items, True, self.offsets[index])
+
+    # --- where a tensor is sharded ----------------------------------------------------------------
+
+    def _run(self, rank: int) -> dict[str, Piece]:
+        """Return the pieces of a rank's part by name, in order."""
+        if rank not in self._runs:
+            run: dict[str, Piece] = {}
+            at = self._edges[rank]
+            for index, first, last in self.layout.part(rank, self.parts):
+                spec = self.layout.tensors[index]
+                size = ITEM_BYTES[spec.dtype]
+                whole = last - first == spec.nbytes
+                items = (last - first) // size
+                run[spec.name] = Piece(
+                    spec.name, spec.dtype, spec.shape, first // size, items, whole, at
+                )
+                at += last - first
+            self._runs[rank] = run
+        return self._runs[rank]
+
+    def _pieces_of_parts(self, start: int, stop: int) -> Iterator[Piece]:
+        for rank in range(max(bisect_left(self._edges, start) - 1, 0), self.parts):
+            first, last = self._edges[rank : rank + 2]
+            if first > stop or first == stop > start:
+                return
+            run = list(self._run(rank).values())
+            at_end = stop == last
+            for index in range(max(bisect_left(run, start, key=_start) - 1, 0), len(run)):
+                piece = run[index]
+                if piece.start > stop or (piece.start == stop and not at_end):
+                    break
+                clipped = _clip(piece, start, stop)
+                if clipped.items or (0 in piece.shape and piece.start >= start):
+                    yield clipped
+
+    def _holders(self, index: int, first: int, last: int) -> range:
+        """Return the ranks that may have some bytes of a tensor."""
+        spec = self.layout.tensors[index]
+        if spec.parts:
+            chunk = spec.span(0)[1]
+            return range(first // chunk, min(-(-last // chunk), self.parts))
+        at = self._places[index]
+        return range(
+            max(bisect_right(self._shares, at + first) - 1, 0),
+            min(bisect_left(self._shares, at + last), self.parts),
+        )
 
 
 def pieces(layout: StateLayout, start: int, stop: int) -> list[Piece]:
@@ -111,7 +194,8 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> StateLayout:
     """Return the layout of named tensors, in whatever order they come.
 
     Args:
-        tensors: Dense tensors of any device, shape and strides, of a dtype in `TORCH_DTYPES`.
+        tensors: Dense tensors of any device, shape and strides, of a dtype in `TORCH_DTYPES`, or
+            `DTensor` that are cut by rows over all ranks.
 
     Raises:
         TaskError: A tensor, or its name, cannot be stored; the message names it.
@@ -120,13 +204,18 @@ def layout_of(tensors: Mapping[str, torch.Tensor]) -> StateLayout:
     return StateLayout(tuple(sorted(specs, key=lambda s: (-ITEM_BYTES[s.dtype], s.name))))
 
 
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
+def spec_of(name: str, tensor: torch.Tensor, *, with_memory: bool = True) -> TensorSpec:
     """Return what a layout says about one tensor.
+
+    Args:
+        name: Its name in the flat state.
+        tensor: It.
+        with_memory: Refuse one on the meta device.
 
     Raises:
         TaskError: The tensor, or its name, cannot be stored.
     """
-    reason = _unstorable(tensor)
+    reason = _unstorable(tensor, with_memory)
     if reason is None and is_reserved(name):
         reason = "has a name that shard files keep for themselves"
     if reason is not None:
@@ -135,7 +224,8 @@ def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
             where=name,
             remedy="Keep only dense torch tensors of common dtypes in the model and the optimizer.",
         )
-    return TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape))
+    spec = TensorSpec(name, _NAMES[tensor.dtype], tuple(tensor.shape))
+    return replace(spec, parts=parts) if (parts := parts_of(tensor)) else spec
 
 
 def check_tensors(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -173,6 +263,10 @@ def mismatch(name: str, stored: str, live: str) -> StateMismatch:
     )
 
 
+def _start(piece: Piece) -> int:
+    return piece.start
+
+
 def _clip(piece: Piece, start: int, stop: int) -> Piece:
     size = ITEM_BYTES[piece.dtype]
     first = max(start - piece.start, 0) // size
@@ -181,17 +275,18 @@ def _clip(piece: Piece, start: int, stop: int) -> Piece:
     if items == piece.items:
         return piece
     begin = piece.start + first * size
-    return Piece(piece.name, piece.dtype, piece.shape, first, items, False, begin)
+    at = piece.first_item + first
+    return Piece(piece.name, piece.dtype, piece.shape, at, items, False, begin)
 
 
-def _unstorable(tensor: torch.Tensor) -> str | None:
+def _unstorable(tensor: torch.Tensor, with_memory: bool) -> str | None:
     if is_lazy(tensor):
         return "has no shape yet: run the lazy module once before the training starts"
-    if is_traceable_wrapper_subclass(tensor):
-        return f"is a {type(tensor).__name__}: sharded or wrapped tensors are not supported"
+    if is_traceable_wrapper_subclass(tensor) and (reason := unstorable(tensor)):
+        return reason
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested:
         return "is sparse, nested or quantized"
-    if tensor.device.type == "meta":
+    if tensor.device.type == "meta" and with_memory:
         return "has no memory (it is on the meta device)"
     if tensor.dtype not in _NAMES:
         return f"has dtype {tensor.dtype}, which shards cannot hold"

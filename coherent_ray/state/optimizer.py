@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from coherent_ray.canonical import Json
 from coherent_ray.errors import StateMismatch, TaskError
+from coherent_ray.state.sharded import is_distributed
 from coherent_ray.state.values import decode, encode
 
 #: Where a state tensor lives: with its parameter, or in host memory (``step`` of most optimizers).
@@ -192,6 +193,14 @@ def _form(
     """Return how one entry of a parameter's state is stored."""
     if not isinstance(value, torch.Tensor):
         return encode(value, f"optimizer.state.{name}.{key}")
+    if is_distributed(value) and value.shape != parameter.shape:
+        raise TaskError(
+            f"the optimizer's {key!r} of {name!r} is sharded, and has another shape than the "
+            f"parameter: {list(value.shape)} for {list(parameter.shape)}",
+            where=f"optimizer.state.{name}.{key}",
+            remedy="use an optimizer whose sharded state has its parameter's shape, or "
+            "training.strategy: replicated",
+        )
     if value.device != parameter.device:
         return _HOST
     # On the CPU both places are one. A job that moves to an accelerator wants counters where

@@ -7,21 +7,20 @@ for ranges of the flat state and does not care how many files they lie in.
 
 from __future__ import annotations
 
-import os
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from queue import SimpleQueue
 
 import torch
 
 from coherent_ray.commit.manifest import (
     CUT_ALIGNMENT,
-    ITEM_BYTES,
     Manifest,
     ShardRecord,
     StateLayout,
+    TensorSpec,
     shard_path,
 )
 from coherent_ray.digests import (
@@ -31,22 +30,16 @@ from coherent_ray.digests import (
     new_hasher,
 )
 from coherent_ray.errors import ConfigError
-from coherent_ray.state.blocks import (
-    Block,
-    FlatReader,
-    ShardReader,
-    longest_block,
-    readers_of,
-)
-from coherent_ray.state.flat import carrier_of, from_bytes, put_items
+from coherent_ray.state.blocks import FlatReader, longest_block, readers_of
+from coherent_ray.state.flat import from_bytes
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, check_tensors
+from coherent_ray.state.sharded import first_item_here, here, is_distributed
+from coherent_ray.state.sinks import Box, Boxes, LiveTensors, NewTensors, fill
 from coherent_ray.storage.base import Storage
 
 #: Bytes that are hashed as one unless the user chooses.
 BLOCK_BYTES = 16 * 2**20
-#: Threads that read and hash: enough to keep a disk and a hash busy at once.
-_READ_THREADS = 4
 
 Hooks = Callable[[str], None]
 """Called with the name of the point that was reached; for injecting faults."""
@@ -117,9 +110,10 @@ def load_state(
 
     Args:
         storage: The run's root.
-        manifest: Of the generation; may have any rank count.
+        manifest: Of the generation; may have any rank count and be of any strategy.
         target: Live tensors to fill, of any device and strides; None: new ones on the CPU, which
-            share one piece of memory.
+            share one piece of memory. Where some are `DTensor`, only what lies on this rank is
+            read.
 
     Returns:
         All tensors by name; `target`'s own where it was given.
@@ -131,28 +125,53 @@ def load_state(
         StorageError: The storage failed.
     """
     flat = FlatState(manifest.header.layout)
-    sink: _NewTensors | _LiveTensors | None = None
-    if target is not None:
-        sink = _LiveTensors(flat, target)
+    if target is not None and any(map(is_distributed, target.values())):
+        check_tensors(flat.layout, target)
+        boxes = {name: Box(first_item_here(t), here(t)) for name, t in target.items()}
+        _load_boxes(storage, manifest, flat, boxes)
+        return dict(target)
+    live = LiveTensors(flat, target) if target is not None else None
     readers = readers_of(storage, manifest, flat)
     for reader in readers:
         reader.check_size()
     # Memory only for what is there: a manifest may tell of any size.
-    sink = sink or _NewTensors(flat)
+    sink = live or NewTensors(flat)
     tasks = [(reader, block) for reader in readers for block in reader.all_blocks()]
-    threads = min(_READ_THREADS, (os.cpu_count() or 1) + 1, len(tasks))
-    buffers: SimpleQueue[memoryview] = SimpleQueue()
-    for _ in range(threads):
-        buffers.put(memoryview(bytearray(longest_block(manifest))))
-    with ThreadPoolExecutor(threads, "coherent-ray-load") as pool:
-        jobs = [pool.submit(_load_block, *task, sink, buffers) for task in tasks]
-        try:
-            for job in jobs:
-                job.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    fill(sink, tasks, longest_block(manifest))
     return sink.tensors
+
+
+def load_rows(
+    storage: Storage, manifest: Manifest, rows: Mapping[str, tuple[int, int]]
+) -> dict[str, torch.Tensor]:
+    """Read some rows of some tensors of a generation, and all others whole.
+
+    Reads the blocks that hold a part of these, and no others; each is verified before its bytes
+    are used. That every shard is there at its full length is looked at all the same.
+
+    Args:
+        storage: The run's root.
+        manifest: Of the generation; may have any rank count and be of any strategy.
+        rows: By name of the tensor, its first row (index of the first dimension) and the one after
+            the last.
+
+    Returns:
+        All tensors by name, new ones on the CPU.
+
+    Raises:
+        KeyError: The state has no such tensor.
+        ValueError: A tensor has no such rows.
+        ShardDamaged: A shard is missing, or a block that was read is wrong.
+        StorageError: The storage failed.
+    """
+    flat = FlatState(manifest.header.layout)
+    for name in rows:
+        flat.find(name)
+    for reader in readers_of(storage, manifest, flat):
+        reader.check_size()
+    boxes = {spec.name: _box(spec, rows.get(spec.name)) for spec in flat.layout.tensors}
+    _load_boxes(storage, manifest, flat, boxes)
+    return {name: box.target for name, box in boxes.items()}
 
 
 def read_tensor(
@@ -184,75 +203,36 @@ def read_tensor(
     if len(sides) != len(whole.shape) or not inside:
         raise ValueError(f"{name}: box {sides} does not lie in shape {list(whole.shape)}")
     shape = [b - a for a, b in sides]
-    dtype, size = TORCH_DTYPES[whole.dtype], ITEM_BYTES[whole.dtype]
+    dtype = TORCH_DTYPES[whole.dtype]
     if 0 in shape:
         return torch.empty(shape, dtype=dtype)
-    # From the box's first item to its last: one run of the flat state, read once.
+    # From the box's first item to its last: one run of the tensor, read once.
     strides = _row_major(whole.shape)
     first = sum(a * stride for (a, _), stride in zip(sides, strides, strict=True))
     last = sum((b - 1) * stride for (_, b), stride in zip(sides, strides, strict=True))
-    begin = whole.start + first * size
-    stop = begin + (last - first + 1) * size
-    data = state.read(begin, stop)
+    data = state.items(name, first, last + 1)
     return from_bytes(data, dtype).as_strided(shape, strides).clone()
 
 
-class _NewTensors:
-    """Fills one new piece of memory, which all tensors are views of."""
-
-    def __init__(self, flat: FlatState) -> None:
-        self._memory = memoryview(bytearray(flat.nbytes))
-        self.tensors: dict[str, torch.Tensor] = {}
-        for piece in flat.pieces(0, flat.nbytes):
-            data = self._memory[piece.start : piece.start + piece.nbytes]
-            self.tensors[piece.name] = from_bytes(data, TORCH_DTYPES[piece.dtype]).view(piece.shape)
-
-    def window(self, start: int, stop: int) -> memoryview | None:
-        """Return the memory that bytes of the flat state may be read into."""
-        return self._memory[start:stop]
-
-    def store(self, start: int, data: memoryview) -> None:
-        """Take verified bytes of the flat state."""
-        self._memory[start : start + len(data)] = data
+def _box(spec: TensorSpec, rows: tuple[int, int] | None) -> Box:
+    """Return new memory for some rows of a tensor, or for all of it."""
+    dtype = TORCH_DTYPES[spec.dtype]
+    if rows is None:
+        return Box(0, torch.empty(spec.shape, dtype=dtype))
+    if not spec.shape or not 0 <= rows[0] <= rows[1] <= spec.shape[0]:
+        raise ValueError(f"{spec.name}: {list(spec.shape)} has no rows {rows[0]} to {rows[1]}")
+    items = math.prod(spec.shape[1:])
+    return Box(rows[0] * items, torch.empty(rows[1] - rows[0], *spec.shape[1:], dtype=dtype))
 
 
-class _LiveTensors:
-    """Fills tensors that training uses; they never hold a byte that was not verified."""
-
-    def __init__(self, flat: FlatState, target: Mapping[str, torch.Tensor]) -> None:
-        check_tensors(flat.layout, target)
-        self.tensors = dict(target)
-        self._flat = flat
-
-    def window(self, start: int, stop: int) -> memoryview | None:
-        """Return None: bytes pass through a buffer."""
-        return None
-
-    def store(self, start: int, data: memoryview) -> None:
-        """Take verified bytes of the flat state."""
-        for piece in self._flat.pieces(start, start + len(data)):
-            at = piece.start - start
-            carrier = carrier_of(TORCH_DTYPES[piece.dtype])
-            bits = from_bytes(data[at : at + piece.nbytes], carrier)
-            put_items(self.tensors[piece.name], piece.first_item, bits)
-
-
-def _load_block(
-    reader: ShardReader,
-    block: Block,
-    sink: _NewTensors | _LiveTensors,
-    buffers: SimpleQueue[memoryview],
+def _load_boxes(
+    storage: Storage, manifest: Manifest, flat: FlatState, boxes: Mapping[str, Box]
 ) -> None:
-    start, stop = reader.flat_range(block)
-    window = sink.window(start, stop) if stop - start == block.last - block.first else None
-    if window is not None:
-        reader.read(block, window)
-        return
-    buffer = buffers.get()
-    try:
-        sink.store(start, reader.read(block, buffer))
-    finally:
-        buffers.put(buffer)
+    sink = Boxes(flat, boxes)
+    tasks = sink.blocks(readers_of(storage, manifest, flat))
+    for reader in {id(reader): reader for reader, _ in tasks}.values():
+        reader.check_size()
+    fill(sink, tasks, longest_block(manifest))
 
 
 def _write_and_hash(  # noqa: PLR0917

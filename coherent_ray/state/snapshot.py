@@ -18,6 +18,7 @@ from coherent_ray.digests import Buffer
 from coherent_ray.state.flat import bits_of, carrier_of, items_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, Piece, check_tensors
 from coherent_ray.state.parts import Part
+from coherent_ray.state.sharded import first_item_here, here
 
 
 class Snapshot:
@@ -56,7 +57,7 @@ class Snapshot:
         """Copy this rank's part of the tensors; it is whole when the call returns.
 
         Args:
-            tensors: The whole state by name, on any device.
+            tensors: The whole state by name, on any device; of sharded ones this rank's rows.
             parts: But for these, of which this rank has just the items that it stores.
 
         Raises:
@@ -84,9 +85,13 @@ class Snapshot:
 
 
 def _source(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
+    begin, tensor = first_item_here(tensor), here(tensor)
+    first, items = piece.first_item - begin, tensor.numel()
+    if first < 0 or first + piece.items > items:
+        raise ValueError(f"{piece.name}: items from {piece.first_item} on are not on this rank")
     if piece.whole:
         return bits_of(tensor)
-    return items_of(tensor, piece.first_item, piece.first_item + piece.items)
+    return items_of(tensor, first, first + piece.items)
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:

@@ -29,6 +29,7 @@ from coherent_ray.state.blocks import FlatReader
 from coherent_ray.state.capture import AVERAGE, MODEL, model_tensors, plain
 from coherent_ray.state.flat import from_bytes
 from coherent_ray.state.layout import TORCH_DTYPES, Piece, describe
+from coherent_ray.state.sharded import is_distributed, like
 from coherent_ray.storage import StorageOptions, open_storage
 
 #: How the name of a file of weights ends.
@@ -170,7 +171,8 @@ def put_weights(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
         )
     for live, name in names.items():
         if name in tensors and not live.is_meta:
-            live.copy_(tensors[name])
+            source = tensors[name]
+            live.copy_(like(live, source) if is_distributed(live) else source)
     # By tensor, so that what was tied stays tied.
     made = {tensor: _made(tensor, tensors[names[tensor]]) for tensor in hollow}
     for slot in slots:

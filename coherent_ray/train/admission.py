@@ -48,6 +48,8 @@ class Ticket:
     plan: PlanIdentity | None = None
     notes: tuple[str, ...] = ()
     """What the user should know although it is no reason to refuse."""
+    damaged: tuple[str, ...] = ()
+    """Generations that it passed over, since it found them damaged."""
     refusal: CoherentRayError | None = None
 
 
@@ -58,6 +60,16 @@ class Expected:
     run_id: str
     attempt: int
     ranks: int
+
+
+def damaged_for_some(tickets: Sequence[Ticket]) -> tuple[str, ...]:
+    """Return the generations that some rank has found damaged and another would go on from.
+
+    A rank of a sharded model reads its own part alone, so damage may be seen by one rank only.
+    """
+    if any(t.refusal is not None for t in tickets) or len({t.generation for t in tickets}) < 2:
+        return ()
+    return tuple(sorted({name for t in tickets for name in t.damaged}))
 
 
 _REMEDIES: dict[str, str] = {

@@ -28,16 +28,17 @@ from coherent_ray.errors import (
     AdmissionRefused,
     CoherentRayError,
     Damage,
+    ManifestDamaged,
     NoGeneration,
     TaskError,
     TrainingFailed,
 )
 from coherent_ray.state.capture import check_spec, spec_digest, state_spec
-from coherent_ray.state.shards import load_state
+from coherent_ray.state.shards import load_rows, load_state
 from coherent_ray.state.weights import Weights
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.base import Storage
-from coherent_ray.train import datasets, environment
+from coherent_ray.train import datasets, environment, fsdp
 from coherent_ray.train import origin as origin_
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
@@ -80,6 +81,10 @@ class Admitted:
     """What a new run starts from, where it starts from other weights than the task's."""
     origin: dict[str, str] = field(default_factory=dict)
     """What the recipe tells of these, now and after every resume."""
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of these tensors of `state` only such rows were read: this rank's of a sharded model."""
+    damaged: tuple[str, ...] = ()
+    """Generations that this rank has passed over, since it found them damaged."""
     directory: str = ""
     """The driver's current directory, which a configuration's relative paths mean."""
 
@@ -95,6 +100,8 @@ class Request:
     attempt: int
     code: Code = NO_CODE
     """Of the user's own training function, as the driver sees it."""
+    damaged: tuple[str, ...] = ()
+    """Generations that some rank could not verify, so that none goes on from them."""
 
 
 _admitted: Admitted | None = None
@@ -175,6 +182,7 @@ def describe(admitted: Admitted, blank: Ticket) -> Ticket:
         plan=admitted.plan.identity,
         origin=admitted.origin,
         notes=admitted.notes,
+        damaged=admitted.damaged,
     )
 
 
@@ -210,7 +218,13 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
             check_spec(header.layout, state_spec(model))
         return told
 
-    found = _select(storage, log, history, config, accept)
+    def read(manifest: Manifest) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]:
+        if config.training.strategy == "replicated":
+            return load_state(storage, manifest), {}
+        rows = fsdp.rows_at(model, manifest.header.layout, rank, ranks)
+        return load_rows(storage, manifest, rows), rows
+
+    found = _select(storage, log, history, config, accept, read, request.damaged)
     if found is None and rank == 0:
         # A later refusal can then say what changed, whoever started the run.
         datasets.keep(storage, dataset)
@@ -240,6 +254,8 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         code=code,
         selected=selected,
         state=found.state if found else None,
+        rows=found.rows if found else {},
+        damaged=found.damaged if found else (),
         task=task,
         model=model,
         notes=(*_unseen(config, code), *(found.notes if found else origin_.in_words(origin))),
@@ -280,7 +296,9 @@ def _unseen(config: Config, code: Code) -> list[str]:
 
 
 def build_model(task: Task, plan: Plan) -> torch.nn.Module:
-    """Return a task's model with the initial weights that the plan's seed gives, on the CPU.
+    """Return a task's model with the initial weights that the plan's seed gives.
+
+    It is on the CPU, or on the meta device where the task has ``init_weights``.
 
     Raises:
         TaskError: The task raised, or made something else.
@@ -300,6 +318,16 @@ def build_model(task: Task, plan: Plan) -> torch.nn.Module:
             f"build_model returned {type(model).__name__}, which is no torch.nn.Module",
             where=f"{type(task).__name__}.build_model",
             remedy="return the model",
+        )
+    named = [*model.named_parameters(), *model.named_buffers()]
+    without = next((name for name, tensor in named if tensor.device.type == "meta"), None)
+    if without is not None and not hasattr(task, "init_weights"):
+        raise TaskError(
+            f"build_model returned a model whose {without!r} has no memory (it is on the meta "
+            "device), and the task has no init_weights(model)",
+            where=f"{type(task).__name__}.build_model",
+            remedy="add init_weights(model), which fills all parameters and buffers; or build the "
+            "model on the CPU",
         )
     return model
 
@@ -328,15 +356,19 @@ class _Found:
 
     selected: Selected
     state: dict[str, torch.Tensor]
+    rows: dict[str, tuple[int, int]]
     notes: tuple[str, ...]
+    damaged: tuple[str, ...]
 
 
-def _select(
+def _select(  # noqa: PLR0917
     storage: Storage,
     log: CommitLog,
     history: History,
     config: Config,
     accept: Callable[[Manifest], list[str]],
+    read: Callable[[Manifest], tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]],
+    damaged: tuple[str, ...],
 ) -> _Found | None:
     """Return the newest generation that is whole, with its verified tensors; None: a fresh start.
 
@@ -345,13 +377,19 @@ def _select(
     """
     generations = Generations(storage, log)
     skipped: list[Damage] = []
+    found_here: list[str] = []
     for publish in reversed(history.live):
+        if publish.name in damaged:
+            skipped.append(
+                ManifestDamaged("another rank found it damaged", where=publish.name, remedy="")
+            )
+            continue
         try:
             # Held, so that no prune deletes it meanwhile; what was retired already is passed by.
             with holding(storage, log, publish):
                 manifest = generations.manifest(publish)
                 told = accept(manifest)
-                state = load_state(storage, manifest)
+                state, rows = read(manifest)
         except NoGeneration:
             continue
         except Damage as damage:
@@ -360,9 +398,11 @@ def _select(
             if config.checkpoint.on_damage == "refuse":
                 raise
             skipped.append(damage)
+            found_here.append(publish.name)
             continue
         notes = (*map(passed_over, skipped), *told)
-        return _Found(Selected(publish, manifest, tuple(skipped)), state, notes)
+        selected = Selected(publish, manifest, tuple(skipped))
+        return _Found(selected, state, rows, notes, tuple(found_here))
     _require_fresh(storage, history, skipped)
     return None
 

@@ -22,7 +22,7 @@ from coherent_ray.errors import ReplicaDiverged, StateMismatch
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import Fingerprint, fingerprint
 from coherent_ray.state.layout import layout_of
-from coherent_ray.train.collectives import gather_all
+from coherent_ray.train.collectives import gather_all, sum_over_ranks
 
 _DIGEST_BYTES = 32
 _TENSOR_BYTES = 8
@@ -43,7 +43,7 @@ def check_same_start(state: State, rank: int, ranks: int, device: torch.device) 
     if ranks == 1:
         return
     layout = layout_of(state.tensors)
-    prints = fingerprint(layout, state.tensors)
+    prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
     shape = digest_of(records.dump(layout) + canonical.dump(state.values))
     shapes = _gather(_raw(shape), ranks, device)
     if len(set(shapes)) > 1:
@@ -72,7 +72,7 @@ def check_replicas(state: State, update: int, rank: int, ranks: int, device: tor
     if ranks == 1:
         return
     layout = layout_of(state.tensors)
-    prints = fingerprint(layout, state.tensors)
+    prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
     values = digest_of(records.dump(layout) + canonical.dump(state.values))
     seen = _gather(_raw(prints.digest) + _raw(values), ranks, device)
     wholes = [row[:_DIGEST_BYTES] for row in seen]

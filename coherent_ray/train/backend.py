@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from coherent_ray.errors import (
     TrainingFailed,
 )
 from coherent_ray.train import coordinators, deaths, ownership
-from coherent_ray.train.admission import Expected, Ticket, judge
+from coherent_ray.train.admission import Expected, Ticket, damaged_for_some, judge
 from coherent_ray.train.admit import Request, take_ticket
 from coherent_ray.train.code import NO_CODE, Code, code_of
 from coherent_ray.train.elastic import Elasticity, require_patience
@@ -117,7 +117,8 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     request = Request(
         backend_config.run, backend_config.code_path, run_id, attempt, backend_config.code
     )
-    tickets = _tickets(worker_group, request, config.cluster.admission_timeout_s)
+    seconds = config.cluster.admission_timeout_s
+    tickets = tickets_for(request, lambda asked: _tickets(worker_group, asked, seconds))
     expected = Expected(run_id, attempt, len(tickets))
     judge(tickets, expected, same_environment=config.run.claim != "statistical")
     # Of all ranks: under the claim statistical, each may have its own environment.
@@ -125,6 +126,20 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     for note in notes:
         logger.warning("attempt %d: %s", attempt, note)
     coordinators.answer(coordinator.admitted.remote(attempt, notes, len(tickets)))
+
+
+def tickets_for(request: Request, ask: Callable[[Request], Sequence[Ticket]]) -> Sequence[Ticket]:
+    """Return every rank's ticket; ask again where only some ranks have found a generation damaged.
+
+    Args:
+        request: What every rank is asked first.
+        ask: Brings a request to all ranks.
+    """
+    tickets = ask(request)
+    while new := set(damaged_for_some(tickets)) - set(request.damaged):
+        request = replace(request, damaged=(*request.damaged, *sorted(new)))
+        tickets = ask(request)
+    return tickets
 
 
 def _tickets(worker_group: Any, request: Request, timeout_s: float) -> Sequence[Ticket]:

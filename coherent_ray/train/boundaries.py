@@ -10,12 +10,18 @@ from __future__ import annotations
 import time
 
 from coherent_ray import canonical
-from coherent_ray.commit.manifest import DataPosition, GenerationHeader, generation_name
+from coherent_ray.commit.manifest import (
+    DataPosition,
+    GenerationHeader,
+    format_of,
+    generation_name,
+)
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.parts import extended
 from coherent_ray.train.admit import Admitted
+from coherent_ray.train.collectives import sum_over_ranks
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.recipe import recipe_of
 from coherent_ray.train.saving import Boundary, Saved, Saver
@@ -104,7 +110,7 @@ class Boundaries:
         admitted = self._admitted
         number, self._number = self._number, self._number + 1
         layout = layout_of(state.tensors)
-        prints = fingerprint(layout, state.tensors)
+        prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
         if state.parts:
             layout, prints = extended(layout, prints, state.parts)
         else:
@@ -112,7 +118,7 @@ class Boundaries:
         segment = self._chain.segment(generation_name(number, admitted.attempt))
         recipe = recipe_of(admitted.config, admitted.code) | admitted.origin
         header = GenerationHeader(
-            format=1,
+            format=format_of(layout),
             run_id=admitted.run_id,
             number=number,
             attempt=admitted.attempt,

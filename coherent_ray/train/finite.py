@@ -78,7 +78,12 @@ def require_parameters(model: nn.Module, update: int) -> None:
     if math.isfinite(float(get_total_norm([p for _, p in trainable], math.inf))):
         return
     name = next(n for n, p in trainable if not bool(torch.isfinite(p).all()))
-    raise stopped(update, f"its step left parameter {name} with a NaN or infinity")
+    raise poisoned(name, update)
+
+
+def poisoned(name: str, update: int) -> NotFinite:
+    """Return the error that names the parameter which an update's step left without a number."""
+    return stopped(update, f"its step left parameter {name} with a NaN or infinity")
 
 
 def _rank_of(lane: int, lanes: int, ranks: int) -> int:

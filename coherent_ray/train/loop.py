@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -19,7 +20,13 @@ from coherent_ray.errors import ConfigError
 from coherent_ray.train import losses
 from coherent_ray.train.admit import build_model, current
 from coherent_ray.train.session import Session, session
-from coherent_ray.train.task import Task, WithAverage, WithOptimizer, WithScheduler
+from coherent_ray.train.task import (
+    Task,
+    WithAverage,
+    WithInitialWeights,
+    WithOptimizer,
+    WithScheduler,
+)
 
 
 def train(values: dict[str, Any]) -> None:
@@ -46,11 +53,30 @@ def train(values: dict[str, Any]) -> None:
 
 
 def take_model(task: Task, run: Session) -> nn.Module:
-    """Return the task's model on the run's device, in training mode."""
+    """Return the task's model on the run's device, in training mode; sharded if configured."""
     admitted = current()
     model = admitted.model if admitted.model is not None else build_model(task, run.plan)
     admitted.model = None
+    sharded = run.shard(model, task)
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.device.type == "meta" for tensor in tensors):
+        give_memory(model, run.device)
+        torch.manual_seed(run.plan.seed_for("model", *([run.rank] if sharded else [])))
+        cast(WithInitialWeights, task).init_weights(model)
     return model.to(run.device).train()
+
+
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Give a model on the meta device memory, which holds anything; tied tensors stay tied."""
+    places: dict[torch.Tensor, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                places.setdefault(tensor, []).append((module, key))
+    model.to_empty(device=device)
+    for (owner, name), *others in places.values():
+        for module, key in others:
+            setattr(module, key, getattr(owner, name))
 
 
 def make_optimizer(task: Task, model: nn.Module, config: Config) -> Optimizer:

@@ -33,6 +33,8 @@ def recipe_of(config: Config, code: Code = NO_CODE) -> dict[str, str]:
     """
     values = config.model_dump(mode="json", include={"task", "training", "optimizer"})
     settings = {k: v for k, v in _flat("", values).items() if k not in _ELSEWHERE}
+    if config.training.strategy == "replicated":
+        del settings["training.strategy"]  # as in generations from before there was another
     modules = {f"{CODE}{name}": f'"{digest}"' for name, digest in code.modules.items()}
     return dict(sorted((settings | modules).items()))
 

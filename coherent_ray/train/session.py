@@ -50,12 +50,12 @@ from coherent_ray.state.capture import (
 )
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.optimizer import require_plain_step
-from coherent_ray.train import agreement, datasets, finite, hooks, origin, resettings
+from coherent_ray.state.sharded import placed
+from coherent_ray.train import agreement, datasets, fsdp, hooks, origin, resettings
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
 from coherent_ray.train.buffers import LaneBuffers
-from coherent_ray.train.collectives import second_group
 from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
@@ -151,6 +151,26 @@ class Session:
         """Updates of the whole run."""
         return total_updates(self.config, self.plan.updates_per_epoch)
 
+    @property
+    def sharded(self) -> bool:
+        """Whether this rank holds some rows of every parameter, not all of it."""
+        return self.config.training.strategy == "fsdp2" and self.ranks > 1
+
+    @property
+    def canonical(self) -> LaneReducer:
+        """The reduction over lanes, for what is done between two microbatches."""
+        assert isinstance(self.reducer, LaneReducer)
+        return self.reducer
+
+    def shard(self, model: nn.Module, task: object = None) -> bool:
+        """Cut a model over all ranks where the configuration says so, and return whether it is.
+
+        In place, on every rank, before the optimizer is made; see `fsdp.shard_model`.
+        """
+        if self.sharded:
+            fsdp.shard_model(plain(model), self.ranks, self.device, task)
+        return self.sharded
+
     def track(
         self,
         model: nn.Module,
@@ -181,6 +201,8 @@ class Session:
         if scaler is None and self.config.training.precision == "fp16":
             scaler = GradScaler(self.device.type)
         self.scaler = scaler
+        if self.sharded:
+            fsdp.require_sharded(plain(model), self.ranks, average)
         stored = self._restore()
         self._spec = state_spec(model)
         if scaler is not None:
@@ -191,15 +213,9 @@ class Session:
         layout_of(state.tensors)  # what cannot be stored is refused now, and not at the first save
         agreement.check_same_start(state, self.rank, self.ranks, self.device)
         inner = plain(model)
-        self.reducer = LaneReducer(
-            list(inner.named_parameters()),
-            self.config.data.lanes,
-            self.rank,
-            self.ranks,
-            beside=second_group() if self.ranks > 1 else None,
-        )
+        self.reducer = fsdp.reducer_of(inner, self.config, self.rank, self.ranks)
         self.buffers = LaneBuffers(inner)
-        if stored is not None:
+        if stored is not None and not self.sharded:
             self._before = self._usable(*stored)
 
     def updates(self) -> Iterator[Update]:
@@ -267,7 +283,7 @@ class Session:
         due = number % self.config.checkpoint.every_updates == 0
         if due or ended or wishes & WISH_SAVE:
             if self.config.training.on_nonfinite == "stop":
-                finite.require_parameters(self.model, number)
+                fsdp.require_finite(self.reducer, self.model, number)
             self.boundaries.save(self.position, self.capture())
         elif self._checks(number):
             agreement.check_replicas(self.capture(), number, self.rank, self.ranks, self.device)
@@ -306,11 +322,11 @@ class Session:
         self._line.settle(met.tokens)
         self.stopped = bool(met.wishes & WISH_STOP)
         if self.config.training.on_nonfinite == "stop":
-            finite.require_parameters(self.model, update.number - 1)
+            fsdp.require_finite(self.reducer, self.model, update.number - 1)
         state = self._midway_state(update)
         self.boundaries.save(self.position, state)
         if met.wishes & (WISH_STOP | WISH_LEAVE):
-            self.reducer.let_go()
+            self.canonical.let_go()
         if self.stopped:
             self.boundaries.finish(self.position, state)
             raise StoppedMidway
@@ -349,6 +365,7 @@ class Session:
             self.ranks,
             self._collate,
             prefetch=self.config.data.prefetch,
+            spare=self.sharded,
         )
         self._hook = hooks.installed()
         saver = Saver(
@@ -376,6 +393,8 @@ class Session:
         self.beacon.close()
         self.loader.close()
         try:
+            if self.sharded and error is not None and (lost := fsdp.as_lost_peer(error)):
+                raise lost from error
             if isinstance(error, Exception | SystemExit):
                 self._vote_failed(error)
                 # It stays what it is. Its traceback does not cross processes; a note does.
@@ -455,6 +474,9 @@ class Session:
             stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
             state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
         begins = resettings.settings_of(self.optimizer)
+        if self.sharded:
+            live = dict(plain(self.model).named_parameters())
+            state = placed(state, live, admitted.rows)
         parts = (self.optimizer, self.scheduler, self.scaler, self.average)
         restore(state, header.values, self.model, *parts)
         changed = differences(header.recipe, recipe_of(self.config, admitted.code))
@@ -466,7 +488,7 @@ class Session:
 
     def _usable(self, record: partial_.Record, tensors: dict[str, torch.Tensor]) -> Usable:
         plan = {lane.lane: len(lane.microbatches) for lane in self.plan.update(record.update).lanes}
-        return usable(record, tensors, self.reducer.owned, plan, self.reducer.trainable)
+        return usable(record, tensors, self.reducer.owned, plan, self.canonical.trainable)
 
 
 def total_updates(config: Config, updates_per_epoch: int) -> int:

@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,6 +24,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from coherent_ray.data.columns import Rows
 from coherent_ray.errors import CoherentRayError, TaskError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @runtime_checkable
@@ -89,9 +92,33 @@ class WithAverage(Protocol):
         """
 
 
+class WithShards(Protocol):
+    """A task that says which modules FSDP2 gathers together; for ``training.strategy: fsdp2``."""
+
+    def shard(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        """Apply ``fully_shard(..., mesh=mesh)`` to modules, and to the whole model last."""
+
+
+class WithInitialWeights(Protocol):
+    """A task whose ``build_model`` returns a model on the ``meta`` device, without memory."""
+
+    def init_weights(self, model: nn.Module) -> None:
+        """Fill all parameters and buffers, those that are not persistent too, on the device.
+
+        Called before a resume's state is loaded as well. The random state is seeded, on each rank
+        by another seed where parameters are sharded: what is no parameter must not be random then.
+        """
+
+
 #: Methods of the protocol, with the number of arguments each is called with.
 _REQUIRED = {"build_model": 0, "collate": 1, "loss": 2}
-_OPTIONAL = {"configure_optimizer": 1, "configure_scheduler": 2, "configure_average": 1}
+_OPTIONAL = {
+    "configure_optimizer": 1,
+    "configure_scheduler": 2,
+    "configure_average": 1,
+    "shard": 2,
+    "init_weights": 1,
+}
 
 
 def load_task(factory: str, args: Mapping[str, object]) -> Task:

@@ -20,6 +20,7 @@ from coherent_ray.data.loader import LoadedUpdate
 from coherent_ray.data.plan import UpdatePlan
 from coherent_ray.errors import TaskError, TrainingFailed
 from coherent_ray.train import finite, losses, partial
+from coherent_ray.train.fsdp import ShardedReducer, passes
 from coherent_ray.train.partial import Held, Started, Usable
 from coherent_ray.train.reduce import Met, Reduced
 from coherent_ray.train.tally import Tally
@@ -28,6 +29,8 @@ from coherent_ray.train.wishes import Wish
 if TYPE_CHECKING:
     from coherent_ray.train.session import Session
 
+#: Of a pass that belongs to no lane.
+_NO_LANE = -1
 _PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -50,6 +53,7 @@ class Update:
         self._loaded = loaded
         self._tally = Tally()
         self._lane: int | None = None
+        self._weightless = False
         self._begun = False
         self._walked = False
         self.number: int = loaded.plan.update
@@ -104,7 +108,30 @@ class Update:
             session.buffers.lane_end(lane.lane)
             session.reducer.lane_done(lane.lane)
             self._lane = None
+        yield from self._repeated()
         self._walked = True
+
+    def _repeated(self) -> Iterator[Micro]:
+        """Yield a microbatch again as often as other ranks have more, where passes are collective.
+
+        What it computes counts zero times, and the buffers that it changes are put back.
+        """
+        session, plan = self._session, self._loaded.plan
+        if not session.sharded:
+            return
+        own = [(lane.lane, micro) for lane in self._loaded.lanes for micro in lane.microbatches]
+        missing = passes(plan, session.ranks) - len(own)
+        lane, loaded = own[-1] if own else (0, self._loaded.spare)
+        if missing and loaded is not None:
+            self._lane, self._weightless = lane, True
+            session.buffers.lane_begin(_NO_LANE)
+            for _ in range(missing):
+                index = loaded.plan.index
+                seed_everything(session.plan.seed_for("step", self.number, lane, index))
+                with self._autocast():
+                    yield Micro(lane, index, to_device(loaded.batch, session.device))
+            session.buffers.lane_end(_NO_LANE)
+            self._lane, self._weightless = None, False
 
     def backward(self, loss_sum: Tensor, count: int) -> None:
         """Add a microbatch's gradient to its lane's.
@@ -124,7 +151,10 @@ class Update:
             )
         where = losses.calling_line(1)
         count = losses.check(loss_sum, count, self._session.device, where)
-        self._tally.add(lane, loss_sum.detach(), count)
+        if self._weightless:
+            loss_sum = loss_sum * 0.0
+        else:
+            self._tally.add(lane, loss_sum.detach(), count)
         scaler = self._session.scaler
         with torch.autocast(self._session.device.type, enabled=False):
             torch.autograd.backward(scaler.scale(loss_sum) if scaler else loss_sum)
@@ -190,10 +220,10 @@ class Update:
         """
         session = self._session
         if self._lane is not None:
-            session.reducer.gradients()  # what can fail here alone must fail before the vote
+            session.canonical.gradients()  # what can fail here alone must fail before the vote
         self.voted = True
         session.beacon.at(self.number, "reduction")
-        session.midway(self, session.reducer.meet(wish))
+        session.midway(self, session.canonical.meet(wish))
         self.voted = False
 
     def held(self) -> Held:
@@ -201,11 +231,11 @@ class Update:
         session, lane = self._session, self._lane
         started = None
         if lane is not None and self._tally.done(lane):
-            started = lane, Started(session.reducer.gradients(), session.buffers.changed())
+            started = lane, Started(session.canonical.gradients(), session.buffers.changed())
         return partial.held(
             self.number,
             self._tally.so_far(),
-            session.reducer.held(),
+            session.canonical.held(),
             started,
             session.buffers.kept(),
         )
@@ -218,7 +248,7 @@ class Update:
         """Take a node that begins with a lane from a generation; whether the lane is in one."""
         found = before.nodes.get(lane)
         if found is not None:
-            self._session.reducer.put(found.node, found.present, found.tensors)
+            self._session.canonical.put(found.node, found.present, found.tensors)
             if lane == 0:
                 self._session.buffers.keep(before.kept or {})
         return found is not None or before.within(lane)
@@ -227,7 +257,7 @@ class Update:
         """Put a lane that has just begun where a generation left it, if it did."""
         found = before.started.get(lane)
         if found is not None:
-            self._session.reducer.resume(found.gradients)
+            self._session.canonical.resume(found.gradients)
             self._session.buffers.resume(found.buffers)
 
     def _reduce(self) -> Reduced:
@@ -278,6 +308,8 @@ class Update:
         session.progress.not_finite(self.number, what)
 
     def _clip(self) -> float:
+        if isinstance(self._session.reducer, ShardedReducer):
+            return self._session.reducer.clip(self._session.config.training.clip_norm)
         parameters = [p for p in self._session.model.parameters() if p.grad is not None]
         before = norm = _norm_of(parameters)
         training = self._session.config.training

@@ -20,7 +20,7 @@ from coherent_ray.errors import (
     StateMismatch,
     TrainingFailed,
 )
-from coherent_ray.train.admission import Expected, Ticket, judge
+from coherent_ray.train.admission import Expected, Ticket, damaged_for_some, judge
 
 IDENTITY = PlanIdentity(digest_of(b"data"), 1000, 7, "feistel-v1", 32, 8, 4)
 POSITION = DataPosition(epoch=0, position=320, update=10)
@@ -146,9 +146,23 @@ def test_a_disagreement_names_the_rank_and_both_values(
 
 
 def test_every_field_of_a_ticket_is_compared() -> None:
-    told = {"node", "notes", "refusal"}
+    told = {"node", "notes", "refusal", "damaged"}
     changed = {name for _, change, _, _ in DISAGREEMENTS for name in change}
     assert changed == set(Ticket.__dataclass_fields__) - told
+
+
+def test_damage_that_some_ranks_found_is_told_to_the_others() -> None:
+    older = {"generation": "g4-a2", "damaged": ("g5-a2",)}
+    assert damaged_for_some(group({1: older})) == ("g5-a2",)
+    lone = {"generation": "g3-a1", "damaged": ("g4-a2", "g5-a2")}
+    assert damaged_for_some(group({1: older, 2: lone})) == ("g4-a2", "g5-a2")
+
+
+def test_damage_is_no_reason_to_ask_again_where_all_go_on_from_one_generation() -> None:
+    older = {"generation": "g4-a2", "damaged": ("g5-a2",)}
+    assert damaged_for_some(group(dict.fromkeys(range(3), older))) == ()
+    assert damaged_for_some(group({1: {"generation": "g4-a2"}})) == ()
+    assert damaged_for_some(group({0: older, 2: {"refusal": AdmissionRefused("no")}})) == ()
 
 
 def test_two_processes_that_are_the_same_rank_are_refused() -> None:
