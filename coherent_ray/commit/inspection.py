@@ -54,6 +54,8 @@ def tensors_between(
     """
     first = max(start - shard.header_bytes, 0)
     last = min(stop, shard.size) - shard.header_bytes
+    if first >= last:
+        return []  # nothing but the header
     if header.layout.parts:
         return _sharded_between(header, shard.rank, first, last)
     first, last = first + shard.start, last + shard.start

@@ -29,7 +29,7 @@ from coherent_ray.config import Config
 from coherent_ray.drill.patching import Patch, planted
 from coherent_ray.drill.ranks import Collectives, Crew
 from coherent_ray.storage import open_storage
-from coherent_ray.train import collectives, hooks, loop, reduce, session
+from coherent_ray.train import collectives, fsdp, hooks, loop, reduce, session
 from coherent_ray.train.admission import Expected, Ticket, judge
 from coherent_ray.train.admit import Admitted, Request, describe, find_out
 from coherent_ray.train.identity import run_id_of
@@ -134,7 +134,7 @@ def in_threads(crew: Crew, here: Here, line: Callable[..., Any]) -> Iterator[Non
         (session, "current", lambda _: here.current),
         (session, "Line", lambda _: line),
         # One rank runs at a time: nothing can be sent while another computes.
-        (session, "second_group", lambda _: lambda: None),
+        (fsdp, "second_group", lambda _: lambda: None),
         (session, "report_outcome", lambda _: lambda run: None),
         (session.Session, "advance", aside),
     ]

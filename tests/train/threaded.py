@@ -188,7 +188,7 @@ def _patched(together: Together, lines: list[ThreadLine]) -> Iterator[None]:
     rooms = {
         "reduce": ("sum_over_ranks", "gather_all", "dist"),
         "exchange": ("gather_begin", "ready", "scatter_all", "wait"),
-        "session": ("second_group",),
+        "fsdp": ("second_group",),
         "buffers": ("from_first",),
         "sharing": ("gather_all", "scatter_all", "wait"),
         "agreement": ("gather_all",),
