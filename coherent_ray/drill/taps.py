@@ -76,7 +76,7 @@ def patches(recorder: Callable[[], Recorder]) -> list[Patch]:
         (buffers.LaneBuffers, "finish", around(step_begins, after=True)),
         (update, "to_device", around(moved)),
         (update.Update, "backward", backward),
-        (session.Session, "track", around(lambda _, model, *rest: recorder().know(model))),
+        (session.Session, "track", around(lambda _, model, *__, **___: recorder().know(model))),
     ]
 
 

@@ -25,11 +25,11 @@ from small_run import (
 from coherent_ray.cli import main
 from coherent_ray.config import Config, build
 from coherent_ray.data.plan import Plan
-from coherent_ray.errors import ConfigError
+from coherent_ray.errors import ConfigError, TaskError
 from coherent_ray.state.layout import FlatState
 from coherent_ray.train.admission import Expected, judge
 from coherent_ray.train.backend import tickets_for
-from coherent_ray.train.fsdp import passes
+from coherent_ray.train.fsdp import passes, require_sharded
 
 #: A tail of two examples over four lanes: two lanes, and at four ranks two ranks, have none.
 EXAMPLES = 18
@@ -43,6 +43,7 @@ def configured(
     strategy: str = "fsdp2",
     lr: float = 0.05,
     mid_update: bool = False,
+    source: str | None = None,
 ) -> Config:
     folder.mkdir(exist_ok=True)
     if not (folder / "data.parquet").exists():
@@ -53,6 +54,7 @@ def configured(
         task__factory=f"sharded_ranks:{task}",
         optimizer__lr=lr,
         checkpoint__mid_update=mid_update,
+        **({"init_from__source": source} if source else {}),
         training__updates=6,
         training__clip_norm=0.5,
         training__strategy=strategy,
@@ -231,3 +233,18 @@ def test_the_commands_read_generations_of_every_strategy(resharded):
     told = CliRunner().invoke(main, ["diff", f"{root}@g3-a3", f"{root}@g4-a4"]).output
     assert 'training.strategy: "fsdp2" -> absent' in told
     assert "ranks: 3 -> 1" in told
+
+
+def test_a_sharded_run_starts_from_the_weights_of_any_other(resharded, tmp_path):
+    source = resharded[0]
+    config = configured(tmp_path, lr=1e-12, source=source.config.run.root)
+    run_ranks(config, 2, stop_at(1), tmp_path)
+    state = Left(config).state()
+    for name, tensor in source.state().items():
+        if name.startswith("model/") and name != "model/seen":
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_are_averaged_need_a_model_that_is_whole():
+    with pytest.raises(TaskError, match="averaged, which needs"):
+        require_sharded(torch.nn.Linear(2, 2), 2, torch.nn.Linear(2, 2))
