@@ -169,6 +169,7 @@ def test_a_coordinator_with_other_options_is_replaced(monkeypatch: pytest.Monkey
         return SimpleNamespace(ping=SimpleNamespace(remote=lambda: options))
 
     facts = {"root": "s3://b/run", "options": {"storage": {}}}
+    monkeypatch.setattr(coordinators, "find", lambda run_id: None)
     monkeypatch.setattr(coordinators, "_start", start)
     monkeypatch.setattr(coordinators, "answer", lambda *_: facts)
     monkeypatch.setattr(coordinators, "stop", lambda run_id, **_: stopped.append(run_id))
