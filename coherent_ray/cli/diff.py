@@ -39,7 +39,7 @@ def diff(first: str, second: str, as_json: bool) -> int:
     places = place_of(first), place_of(second)
     from coherent_ray.drill.parting import Side, compare
 
-    sides = [Side(place.open(), place.generation) for place in places]
+    sides = [Side(place.open_warned(), place.generation) for place in places]
     found = compare(*sides)
     if as_json:
         show_json({"runs": [side.storage.uri for side in sides], **found.as_json()})

@@ -171,7 +171,7 @@ def show(run: str, tensors: bool, as_json: bool) -> int:
     `verify` looks.
     """
     place = place_of(run)
-    storage = place.open()
+    storage = place.open_warned()
     generations = Generations(storage)
     publish = generations.find(place.generation or "latest")
     manifest = generations.manifest(publish)

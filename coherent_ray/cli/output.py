@@ -113,6 +113,12 @@ def show_line(text: str, *, style: str = "") -> None:
     click.secho(_plain(text), **colours.get(style, {}))
 
 
+def show_warning(text: str) -> None:
+    """Say on stderr what does not change the answer."""
+    click.secho("warning: ", fg="yellow", bold=True, nl=False, err=True)
+    click.echo(_plain(text), err=True)
+
+
 def show_text(text: str, language: str) -> None:
     """Print a text of a language, in colours where there is a terminal."""
     if not _is_terminal():

@@ -12,10 +12,12 @@ from pathlib import Path
 import click
 
 from coherent_ray import config
+from coherent_ray.cli.output import show_warning
+from coherent_ray.commit.log import HINT, record_path
 from coherent_ray.commit.references import FORMS, parse_reference
-from coherent_ray.commit.traces import log_gone
+from coherent_ray.commit.traces import log_gone, read_hint
 from coherent_ray.config.sections import Checkpoint
-from coherent_ray.errors import ConfigError, NotARun
+from coherent_ray.errors import ConfigError, NotARun, NotFound
 from coherent_ray.storage import Storage, StorageOptions, open_storage
 
 run_argument = click.argument("run", metavar="RUN[@GENERATION]")
@@ -32,6 +34,23 @@ class Place:
     """None where none was named."""
     options: StorageOptions | None = None
     """From the configuration file, where one was named; None: as the environment says."""
+
+    def open_warned(self) -> Storage:
+        """Return the run's storage, and say on stderr where its log is known to have lost its end.
+
+        For commands that show what is there; `ls` and `verify` make it their answer.
+
+        Raises:
+            CoherentRayError: As `open` does.
+        """
+        storage = self.open()
+        seq = read_hint(storage).get("seq")
+        if isinstance(seq, int) and 0 < seq < 2**63 and not _is_stored(storage, record_path(seq)):
+            show_warning(
+                f"{HINT} tells of record {seq}, which is gone: the commit log lost its end, and "
+                "what is shown is from before it; `coherent-ray verify` says more"
+            )
+        return storage
 
     def open(self) -> Storage:
         """Return the run's storage.
@@ -116,6 +135,14 @@ def _refuse_no_name(text: str) -> None:
         raise ConfigError(
             f"{name!r} is no name of a generation", where=text, remedy=f"Write {FORMS}."
         )
+
+
+def _is_stored(storage: Storage, path: str) -> bool:
+    try:
+        storage.size(path)
+    except NotFound:
+        return False
+    return True
 
 
 def _exists(text: str) -> bool:

@@ -73,9 +73,9 @@ def receipts(
     """
     if follow and against is not None:
         raise click.UsageError("--follow and --against exclude each other")
-    storage = whole_run(run).open()
+    storage = whole_run(run).open_warned()
     if against is not None:
-        return _compare(storage, whole_run(against).open(), as_json=as_json)
+        return _compare(storage, whole_run(against).open_warned(), as_json=as_json)
     if last is not None:
         first = max(first, last_update(Generations(storage).history()) - last + 1)
     if follow:

@@ -51,6 +51,16 @@ def test_without_its_end(call: Any, tmp_path: Path, command: list[str]) -> None:
     assert done.json["log"]["where"] == "latest.json"
 
 
+@pytest.mark.parametrize("command", ["show", "receipts"])
+def test_showing_what_is_left_warns(call: Any, tmp_path: Path, command: str) -> None:
+    run = made(tmp_path)
+    assert "warning" not in call(command, run.root).err
+    max((run.root / "log").iterdir()).unlink()
+    done = call(command, run.root, "--json")
+    assert done.out.startswith("{"), "the answer stands alone"
+    assert "warning: latest.json tells of record 3, which is gone" in done.err
+
+
 def without_the_second_attempt(folder: Path) -> Published:
     """Its records and the hint are lost; the generations that it published are there."""
     run = made(folder)
