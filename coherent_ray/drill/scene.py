@@ -118,6 +118,9 @@ class Scene:
                 if save["fate"] != "published"
             ]
         except CoherentRayError as error:
+            if self._ending and not isinstance(error, Interrupted):
+                # What a run that is stopped in the middle of a strike ends with is no verdict.
+                raise _interrupted() from error
             if type(error).__name__ != ends:
                 raise
             self.error = error
@@ -128,7 +131,7 @@ class Scene:
     def require_complete(self, outcome: Outcome) -> None:
         """Raise `Interrupted` where a run was stopped before its end."""
         if outcome.stopped:
-            raise Interrupted("the drill was interrupted", remedy="start it again")
+            raise _interrupted()
 
     def _clean_up(self) -> None:
         self._let_go()
@@ -305,6 +308,10 @@ class Scene:
         bit = 8 * (shard.size // 2)
         self.storage.replace(shard.path, flipped(self.storage.read(shard.path), bit))
         return f"{shard.path}, byte {shard.size // 2}"
+
+
+def _interrupted() -> Interrupted:
+    return Interrupted("the drill was interrupted", remedy="start it again")
 
 
 def _sent(victim: Victim) -> bool:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from coherent_ray import config as config_
+from coherent_ray.config import Config
 from coherent_ray.drill import scene as scene_module
 from coherent_ray.drill.clusters import Ground
 from coherent_ray.drill.injections import Injection
 from coherent_ray.drill.scene import Scene
 from coherent_ray.drill.stage import Held, Hold, Stage, stage_of
 from coherent_ray.drill.victims import Victim
-from coherent_ray.errors import ClusterError
+from coherent_ray.errors import ClusterError, Interrupted, TrainingFailed
 from coherent_ray.train.events import Event
 
 HOLD = Hold("kill", "update", 3)
@@ -122,3 +124,22 @@ def test_what_was_lost_and_how_long_it_took(scene: Any, alive: set[int], struck:
         "attempt": 2, "update": 3, "resumed_at": 2}}))  # fmt: skip
     assert seen.next_update_s is not None
     assert seen.lost == 3
+
+
+@pytest.mark.parametrize("stopped", [True, False])
+def test_what_a_run_that_was_stopped_ends_with_is_no_verdict(
+    scene: Any, monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    class Failing:
+        def __init__(self, config: Config, on_event: Callable[[Event], None], **_: Any) -> None:
+            self._on_event = on_event
+
+        def run(self) -> None:
+            if stopped:
+                self._on_event(Event("note", "stopping: one more generation is published first"))
+            raise TrainingFailed("a worker hangs")
+
+    monkeypatch.setattr(scene_module, "Supervisor", Failing)
+    monkeypatch.setattr(scene_module.coordinators, "stop", lambda *_, **__: False)
+    with pytest.raises(Interrupted if stopped else TrainingFailed):
+        scene(or_later=False).play()
