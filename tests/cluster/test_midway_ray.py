@@ -53,7 +53,8 @@ def test_a_group_that_must_leave_in_an_update_goes_on_in_it(
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("job", ["quickstart", pytest.param("digits", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("job", ["quickstart", "digits"])
 def test_stopped_between_microbatches_2_and_3_of_4_and_resumed_at_another_rank_count(
     ray_cluster: str, job: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

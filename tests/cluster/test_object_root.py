@@ -39,6 +39,7 @@ def configuration(s3: S3Server, prefix: str, tiny_data: Path, tmp_path: Path) ->
     return path
 
 
+@pytest.mark.campaign
 def test_a_run_is_the_same_run_where_every_seventh_change_loses_its_answer(
     s3: S3Server, prefix: str, configuration: Path, reference: OwnRun
 ) -> None:

@@ -48,12 +48,14 @@ def test_sigterm_to_one_rank_makes_one_generation_and_the_group_starts_again(
     assert (metrics["attempt"], metrics["resumed_at"]) == (2, leavers.BEFORE + 1)
     assert status["leave"] == {
         "attempt": 1, "ranks": [1], "why": "SIGTERM", "seconds": None, "left": "g2-a1",
+        "resized": None,
     }  # fmt: skip
     assert (status["failures"]["count"], status["failures"]["taken"]) == (0, 1)
     assert "the group leaves with g2-a1" in status["failures"]["last"]
     assert_same_run(Path(config.run.root), reference)
 
 
+@pytest.mark.campaign
 def test_a_rank_that_is_killed_before_the_boundary_leaves_the_generation_before(
     reference: OwnRun, tiny_data: Path, tmp_path: Path
 ) -> None:
