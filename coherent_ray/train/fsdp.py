@@ -179,21 +179,32 @@ class ShardedReducer:
             gradients=tuple(self._gradients()),
         )
 
-    def clip(self, limit: float | None) -> float:
-        """Return the norm of the whole gradient, and clip it where there is a limit.
+    def clip(self, limit: float | None, most: float | None = None) -> float:
+        """Return the norm of the whole gradient, and clip it where there are limits.
+
+        Args:
+            limit: Of the norm; None: there is none.
+            most: Of each value, which is cut first; None: there is none.
 
         Raises:
             PeerLost: Another rank is gone.
         """
         gradients = self._gradients()
+        before = norm = self._norm(gradients)
+        if most is not None:
+            for gradient in gradients:
+                gradient.clamp_(-most, most)
+            norm = self._norm(gradients) if limit is not None else norm
+        if limit is not None and gradients:
+            torch._foreach_mul_(gradients, min(limit / (norm + _EPSILON), 1.0))
+        return before
+
+    def _norm(self, gradients: list[Tensor]) -> float:
         square = torch.zeros((), dtype=torch.float64, device=self._device)
         if gradients:
             square += get_total_norm(gradients).double().square()
         sum_over_ranks(square, self._group)
-        norm = float(square.sqrt())
-        if limit is not None and gradients:
-            torch._foreach_mul_(gradients, min(limit / (norm + _EPSILON), 1.0))
-        return norm
+        return float(square.sqrt())
 
     def require_finite(self, update: int) -> None:
         """Return if every trainable parameter is finite on every rank; all decide alike.

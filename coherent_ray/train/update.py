@@ -308,11 +308,11 @@ class Update:
         session.progress.not_finite(self.number, what)
 
     def _clip(self) -> float:
+        training = self._session.config.training
         if isinstance(self._session.reducer, ShardedReducer):
-            return self._session.reducer.clip(self._session.config.training.clip_norm)
+            return self._session.reducer.clip(training.clip_norm, training.clip_value)
         parameters = [p for p in self._session.model.parameters() if p.grad is not None]
         before = norm = _norm_of(parameters)
-        training = self._session.config.training
         if training.clip_value is not None:
             clip_grad_value_(parameters, training.clip_value)
             norm = _norm_of(parameters) if training.clip_norm is not None else norm

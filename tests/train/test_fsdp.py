@@ -33,6 +33,8 @@ from coherent_ray.train.fsdp import passes, require_sharded
 
 #: A tail of two examples over four lanes: two lanes, and at four ranks two ranks, have none.
 EXAMPLES = 18
+#: Small enough to cut some values of every gradient.
+CLIP_VALUE = 0.05
 
 
 def configured(
@@ -57,6 +59,7 @@ def configured(
         **({"init_from__source": source} if source else {}),
         training__updates=6,
         training__clip_norm=0.5,
+        training__clip_value=CLIP_VALUE,
         training__strategy=strategy,
     )
 
