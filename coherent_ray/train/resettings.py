@@ -15,6 +15,11 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from coherent_ray.commit.manifest import GenerationHeader
+from coherent_ray.config import Config
+from coherent_ray.train.code import Code
+from coherent_ray.train.recipe import CODE, differences, recipe_of
+
 #: Entries of a parameter group that a schedule may have changed since it began.
 _RATES = frozenset({"lr", "initial_lr"})
 #: Entries of a group whose presence says that a schedule moves its momentum too.
@@ -22,6 +27,21 @@ _CYCLES = frozenset({"base_momentum", "max_momentum"})
 _MOMENTA = frozenset({"momentum", "betas"}) | _CYCLES
 
 Settings = list[dict[str, Any]]
+
+
+def are_meant(config: Config, header: GenerationHeader, code: Code) -> bool:
+    """Return whether a resume goes on with another job, whose settings of the optimizer count.
+
+    Under the other claims what differs is only what one of the two sides does not know.
+
+    Args:
+        config: The run's configuration.
+        header: Of the generation that it goes on from.
+        code: What the job computes from.
+    """
+    changed = differences(header.recipe, recipe_of(config, code))
+    told = any(line.startswith(("optimizer.", "task.", CODE)) for line in changed)
+    return told and config.run.claim == "statistical"
 
 
 def settings_of(optimizer: Optimizer) -> Settings:

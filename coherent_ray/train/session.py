@@ -64,7 +64,6 @@ from coherent_ray.train.own_line import in_words, own_line
 from coherent_ray.train.partial import Usable, usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
-from coherent_ray.train.recipe import CODE, differences, recipe_of
 from coherent_ray.train.reduce import LaneReducer, Met, Reduced
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
@@ -479,9 +478,7 @@ class Session:
             state = placed(state, live, admitted.rows)
         parts = (self.optimizer, self.scheduler, self.scaler, self.average)
         restore(state, header.values, self.model, *parts)
-        changed = differences(header.recipe, recipe_of(self.config, admitted.code))
-        if any(line.startswith(("optimizer.", "task.", CODE)) for line in changed):
-            # Only the claim statistical lets a job go on that has changed.
+        if resettings.are_meant(self.config, header, admitted.code):
             self.progress.note(resettings.take_over(begins, self.optimizer, self.scheduler))
         admitted.state = None  # its memory is needed for training
         return stored

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from small_run import config_for
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import (
@@ -18,7 +21,9 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from coherent_ray.train.resettings import settings_of, take_over
+from coherent_ray.train.code import NO_CODE, Code
+from coherent_ray.train.recipe import recipe_of
+from coherent_ray.train.resettings import are_meant, settings_of, take_over
 
 UPDATES = 12
 
@@ -117,3 +122,14 @@ def test_a_rate_in_a_tensor_stays_that_tensor() -> None:
     take_over(settings_of(fresh), optimizer)
     assert optimizer.param_groups[0]["lr"] is rate
     assert float(rate) == 0.5
+
+
+@pytest.mark.parametrize(("claim", "meant"), [("statistical", True), ("invariant", False)])
+def test_only_the_claim_that_lets_a_job_change_lets_its_settings(
+    claim: str, meant: bool, tmp_path: Path
+) -> None:
+    """A source that one side does not know is no change that anybody made."""
+    config = config_for(tmp_path, run__claim=claim)
+    header = SimpleNamespace(recipe=recipe_of(config))
+    assert not are_meant(config, header, NO_CODE)
+    assert are_meant(config, header, Code({"my_task": "blake3:00"}, {})) is meant
