@@ -9,14 +9,11 @@ import sys
 def main() -> None:
     """Run the command line, and exit."""
     try:
-        from coherent_ray.cli import INTERRUPTED
         from coherent_ray.cli import main as command
-    except KeyboardInterrupt:
-        sys.exit(130)
-    try:
+
         command()
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(130)  # `coherent_ray.cli.INTERRUPTED`, which may not have been loaded
 
 
 if __name__ == "__main__":

@@ -17,7 +17,8 @@ import torch
 from coherent_ray import canonical
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import against, groups_of, name_ranks
-from coherent_ray.digests import digest_of
+from coherent_ray.commit.manifest import StateLayout
+from coherent_ray.digests import Digest, digest_of
 from coherent_ray.errors import ReplicaDiverged, StateMismatch
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import Fingerprint, fingerprint
@@ -42,9 +43,7 @@ def check_same_start(state: State, rank: int, ranks: int, device: torch.device) 
     """
     if ranks == 1:
         return
-    layout = layout_of(state.tensors)
-    prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
-    shape = digest_of(records.dump(layout) + canonical.dump(state.values))
+    layout, prints, shape = _compared(state)
     shapes = _gather(_raw(shape), ranks, device)
     if len(set(shapes)) > 1:
         others = _minority(shapes)
@@ -71,9 +70,7 @@ def check_replicas(state: State, update: int, rank: int, ranks: int, device: tor
     """
     if ranks == 1:
         return
-    layout = layout_of(state.tensors)
-    prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
-    values = digest_of(records.dump(layout) + canonical.dump(state.values))
+    layout, prints, values = _compared(state)
     seen = _gather(_raw(prints.digest) + _raw(values), ranks, device)
     wholes = [row[:_DIGEST_BYTES] for row in seen]
     if len(set(wholes)) > 1:
@@ -81,6 +78,13 @@ def check_replicas(state: State, update: int, rank: int, ranks: int, device: tor
         raise _diverged(wholes, update, name)
     if len(set(seen)) > 1:
         raise _diverged(seen, update, None)
+
+
+def _compared(state: State) -> tuple[StateLayout, Fingerprint, Digest]:
+    """Return the layout, the tensors' fingerprint, and the digest of all that is no tensor."""
+    layout = layout_of(state.tensors)
+    prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
+    return layout, prints, digest_of(records.dump(layout) + canonical.dump(state.values))
 
 
 def _diverged(seen: list[bytes], update: int, tensor: str | None) -> ReplicaDiverged:

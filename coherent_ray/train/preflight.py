@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import torch
 
-from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.traces import read_whole
 from coherent_ray.config import Config
@@ -87,9 +86,9 @@ def check(config: Config) -> Preflight:
     plan = Plan(datasets.identity_of(config, dataset))
     updates = total_updates(config, plan.updates_per_epoch)
     found = resumable.find(storage, log, config.checkpoint.on_damage, updates)
-    if found.publish is not None and found.publish.update < updates:
+    if found.publish is not None and found.manifest is not None and found.publish.update < updates:
         # Every rank would say so, when the workers are up.
-        claims.check_job(config, Generations(storage, log).manifest(found.publish).header)
+        claims.check_job(config, found.manifest.header)
     return Preflight(
         run_id=run_id,
         updates=updates,

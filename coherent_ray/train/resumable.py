@@ -32,6 +32,8 @@ class Resumable:
     """The generation to go on from; None: a fresh start."""
 
     publish: PublishBody | None
+    manifest: Manifest | None
+    """Its own."""
     notes: tuple[str, ...]
     """What the user should know: what was passed over, and what was not looked at."""
 
@@ -53,13 +55,13 @@ def find(storage: Storage, log: CommitLog, on_damage: str, updates: int) -> Resu
     """
     history = log.read_on()
     if not history.publishes:
-        return Resumable(None, ())
+        return Resumable(None, None, ())
     generations = Generations(storage, log)
     skipped: list[Damage] = []
     for publish in reversed(history.live):
-        damages, note = _look(storage, generations, publish, publish.update >= updates)
+        manifest, damages, note = _look(storage, generations, publish, publish.update >= updates)
         if not damages:
-            return Resumable(publish, (*map(passed_over, skipped), *note))
+            return Resumable(publish, manifest, (*map(passed_over, skipped), *note))
         if (publish.number, publish.attempt) in log.read_on().retired:
             continue  # retired and deleted while it was read
         if on_damage == "refuse":
@@ -75,25 +77,25 @@ def passed_over(damage: Damage) -> str:
 
 def _look(
     storage: Storage, generations: Generations, publish: PublishBody, complete: bool
-) -> tuple[list[Damage], list[str]]:
-    """Return what is wrong with a generation; or what the user should know about a whole one."""
+) -> tuple[Manifest | None, list[Damage], list[str]]:
+    """Return its manifest; what is wrong with it; or what the user should know of a whole one."""
     try:
         manifest = generations.manifest(publish)
     except ManifestDamaged as damage:
-        return [damage], []
+        return None, [damage], []
     found: list[Damage] = list(_damages(storage, manifest, deep=False))
     if found:
-        return found, []
+        return manifest, found, []
     size = manifest.header.layout.nbytes
     if size > (READ_IF_COMPLETE if complete else SOON_READ):
         if not complete:
-            return [], []
+            return manifest, [], []
         told = (
             f"{publish.name} has every file in its full size; {size / 2**30:,.0f} GiB were not "
             "read: `coherent-ray verify` reads every byte"
         )
-        return [], [told]
-    return list(_damages(storage, manifest, deep=True)), []
+        return manifest, [], [told]
+    return manifest, list(_damages(storage, manifest, deep=True)), []
 
 
 def _damages(storage: Storage, manifest: Manifest, *, deep: bool) -> Iterator[Damage]:
