@@ -10,10 +10,11 @@ check() {
     "$python" -m "$@"
 }
 
+# Where it cannot be installed it says so, and the tests of Azure are skipped.
+bash scripts/azurite.sh &
 check ruff check .
 check ruff format --check .
 check mypy
-# Where it cannot be installed it says so, and the tests of Azure are skipped.
-bash scripts/azurite.sh || true
+wait
 # Two processes: one has the tests on Ray, which mostly wait, and the other all else (conftest.py).
 check pytest -n 2 "$@"

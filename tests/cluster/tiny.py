@@ -6,6 +6,7 @@ Workers import this module by its name, so nothing in it may need pytest.
 from __future__ import annotations
 
 import os
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ class TinyTask:
     def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         x, y = batch
         return nn.functional.cross_entropy(model(x), y, reduction="sum"), len(y)
+
+
+class PacedTask(TinyTask):
+    """Takes its time, so that something can happen between two updates."""
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[Tensor, int]:
+        time.sleep(0.1)
+        return super().loss(model, batch)
 
 
 class FailingTask(TinyTask):
