@@ -1,6 +1,7 @@
 """`coherent-ray prove` on real Ray, as a user types it: rank counts, kills, and a resize.
 
-One kill with all tests; the rest takes minutes: ``pytest -m campaign tests/cluster/test_prove.py``.
+Each takes minutes: ``pytest -m campaign tests/cluster/test_prove.py``. Without Ray, with all tests:
+``tests/cli/test_cli_prove.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from coherent_ray.drill.parting import Side, compare
 from coherent_ray.storage import open_storage
 
 LIMIT_S = 280
+pytestmark = pytest.mark.campaign
 
 
 def prove(
@@ -57,7 +59,6 @@ def test_a_job_and_a_kill(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> 
     assert not (tmp_path / "run").exists(), "the configuration's own run is not touched"
 
 
-@pytest.mark.campaign
 def test_two_rank_counts_and_a_resize(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> None:
     more = ("--ranks", "2,1", "--kills", "1", "--updates", "12")
     code, proof = prove(tmp_path, tiny_data, ray_cluster, *more)
@@ -70,7 +71,6 @@ def test_two_rank_counts_and_a_resize(ray_cluster: str, tiny_data: Path, tmp_pat
     assert (resized["ranks"], resized["attempts"]) == ([2, 1, 2], 3)
 
 
-@pytest.mark.campaign
 def test_what_is_not_deterministic_is_named(
     ray_cluster: str, tiny_data: Path, tmp_path: Path
 ) -> None:
@@ -85,7 +85,6 @@ def test_what_is_not_deterministic_is_named(
     assert "tiny.py:" in last["cause"]["says"]
 
 
-@pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_every_kill_at_every_rank_count(ray_cluster: str, tiny_data: Path, tmp_path: Path) -> None:
     code, proof = prove(tmp_path, tiny_data, ray_cluster, "--updates", "20", limit_s=1800)

@@ -55,6 +55,7 @@ def test_a_struck_run_at_another_rank_count_is_the_untouched_run(
     )
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(600)
 def test_a_new_controller_goes_on_where_a_killed_one_stopped(
     job: Config, untouched: Replayed, tmp_path: Path

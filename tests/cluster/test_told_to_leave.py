@@ -131,6 +131,7 @@ def test_save_on_demand_makes_one_generation_and_says_which(
     assert "has no coordinator" in str(told)
 
 
+@pytest.mark.campaign
 @pytest.mark.timeout(300)
 def test_a_drained_node_is_left_with_one_more_generation(tiny_data: Path, tmp_path: Path) -> None:
     """On a cluster of its own, where one node after the other can be taken."""
