@@ -51,7 +51,7 @@ from coherent_ray.state.capture import (
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.optimizer import require_plain_step
 from coherent_ray.state.sharded import placed
-from coherent_ray.train import agreement, datasets, fsdp, hooks, origin, resettings
+from coherent_ray.train import agreement, datasets, fsdp, hooks, origin, resettings, spares
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
@@ -272,6 +272,7 @@ class Session:
         reach(self._hook, "update", number)
         self.position = self.plan.after(number)
         self._line.settle(reduced.tokens)
+        spares.ask()
         if self._unproven and self.optimizer.state:
             # Optimizers make their state in their first step: it is refused there, if it must be.
             layout_of(self.capture().tensors)

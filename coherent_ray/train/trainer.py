@@ -6,22 +6,27 @@ looks at its workers, and Python's imports in the new processes. The first is se
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray.train import FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
 from coherent_ray.config import Config
 from coherent_ray.config.sections import Cluster
 from coherent_ray.storage import LocalStorage, open_storage
+from coherent_ray.train import spares
 from coherent_ray.train.backend import FatalErrors, torch_config
 from coherent_ray.train.elastic import Elasticity
-from coherent_ray.train.identity import derived
+from coherent_ray.train.identity import derived, run_id_of
 from coherent_ray.train.loop import train
+
+logger = logging.getLogger(__name__)
 
 #: Ray Train's own bookkeeping. It is written in place; torn, it would keep a run from starting.
 RAY_SNAPSHOT = "checkpoint_manager_snapshot.json"
@@ -106,7 +111,25 @@ def run_config(config: Config) -> RunConfig:
         # Of a range, a lost node is no failure, which Ray would charge: so they are counted here.
         failure_config=FailureConfig(max_failures=-1 if elastic else config.cluster.max_failures),
         callbacks=[FatalErrors(config, elastic), *([elastic] if elastic else [])],
+        worker_runtime_env=_worker_environment(config),
     )
+
+
+def _worker_environment(config: Config) -> dict[str, Any]:
+    """Return the runtime environment of the workers, beside the job's own."""
+    if not config.cluster.spare_workers:
+        return {}
+    chosen: set[str] = set()
+    if ray.is_initialized():
+        chosen = set(ray.get_runtime_context().runtime_env) & spares.OWN_PYTHON
+    if chosen:
+        logger.warning(
+            "cluster.spare_workers is off: the job's runtime environment chooses the Python of its "
+            "workers itself (%s)",
+            ", ".join(sorted(chosen)),
+        )
+        return {}
+    return spares.runtime_environment(run_id_of(config))
 
 
 def rays_place(config: Config) -> Path:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
-from coherent_ray.train import coordinators, hooks, leaving
+from coherent_ray.train import coordinators, hooks, leaving, spares
 from coherent_ray.train.admit import current
 from coherent_ray.train.coordinators import answer
 from coherent_ray.train.loop import train
@@ -101,3 +102,28 @@ def _in_microbatch(update: int, lane: int, index: int, strike: Any) -> None:
 
     if current().attempt == 1:
         Update.backward = struck  # type: ignore[method-assign]
+
+
+def killed_beside_spares(values: dict[str, Any]) -> None:
+    """The product's training function; one rank kills itself once its node's spares wait.
+
+    Beside the run's root lie the process ids of the spares, and of the workers that came after.
+    """
+    root, run_id = values["run"]["root"], current().run_id
+
+    def strike() -> None:
+        # A spare that has registered has another name than one that is starting.
+        _until(lambda: len(_named_idle(spares.idle(run_id))) == 2)
+        Path(f"{root}.spares").write_text("\n".join(map(str, spares.idle(run_id))))
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60.0)
+
+    if current().attempt == 2:
+        with Path(f"{root}.workers").open("a") as file:
+            file.write(f"{os.getpid()}\n")
+    _at_update(BEFORE, strike)
+    train(values)
+
+
+def _named_idle(pids: list[int]) -> list[int]:
+    return [p for p in pids if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"ray::IDLE")]

@@ -1,0 +1,1 @@
+"""One job under Ray Train's own checkpoints and under ours, each killing its workers."""
