@@ -39,6 +39,7 @@ from coherent_ray.commit.history import History
 from coherent_ray.commit.log import DIRECTORY, CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, load
 from coherent_ray.commit.performer import perform
+from coherent_ray.commit.profiles import Profile, Timekeeper, write_profile
 from coherent_ray.commit.read_back import Reply, Request
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.retention import Policy
@@ -61,6 +62,9 @@ LOG_WAIT_S = 5.0
 OPEN_WAIT_S = 45.0
 #: Seconds that `close` lets a piece of I/O take that is on its way.
 CLOSE_WAIT_S = 10.0
+
+#: Of a profile, what the coordinator itself has measured.
+_TIMES = ("acknowledged_s", "checked_s", "appended_s", "published_s")
 
 Result = TypeVar("Result")
 
@@ -126,7 +130,7 @@ class Service:
         self._ticking: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
-        self._timings: dict[Key, dict[str, float]] = {}
+        self._times = Timekeeper()
         self._closed = False
 
     @property
@@ -191,7 +195,7 @@ class Service:
         number = next(self._numbers)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
+        self._times.acknowledged(ack)
         self._handle(AckReceived(ack, number))
         try:
             reply = await future
@@ -317,7 +321,7 @@ class Service:
     def _settled(self, fate: Fate) -> None:
         if fate.kind != "published":
             self.last_error = f"{fate.name}: {fate.reason}"
-        self._timings.pop(Key(fate.attempt, fate.number), None)
+        self._times.settled(Key(fate.attempt, fate.number))
 
     def _answer(self, call: int, reply: Reply) -> None:
         future = self._calls.pop(call)
@@ -333,11 +337,14 @@ class Service:
                 continue  # given up while it waited here: it must not be published any more
             begun = time.monotonic()
             event = await self._attending(self._perform, action)
+            profile = None
             if event is not None:
-                self._note(action, event, begun)
+                profile = self._note(action, event, begun)
                 self._handle(event)
             if isinstance(event, PublishAppended):
                 self._published(event.key)
+            if profile is not None and profile.parts:
+                await self._attending(write_profile, self._hands, profile)
             if isinstance(event, AppendFailed) and event.outcome == "fenced":
                 # Nobody may be left to hear the answers; the process's own log is.
                 logger.warning("fenced, and publishes nothing more: %s", event.reason)
@@ -425,20 +432,17 @@ class Service:
 
     # --- what a progress display shows ------------------------------------------------------------
 
-    def _note(self, action: StorageAction, event: Event, begun: float) -> None:
-        if not isinstance(action, CheckShards | AppendPublish):
-            return
-        times = self._timings.get(action.key)
-        if times is None:  # settled meanwhile
-            return
-        now = time.monotonic()
+    def _note(self, action: StorageAction, event: Event, begun: float) -> Profile | None:
+        """Take down how long it took; return where the time went of what was published."""
         if isinstance(action, CheckShards):
-            times["acknowledged_s"] = begun - times["first"]
-            times["checked_s"] = now - begun
-        elif isinstance(event, PublishAppended):
-            times["appended_s"] = now - begun
-            times["published_s"] = now - times.pop("first")
+            self._times.checked(action.key, begun)
+        if not isinstance(action, AppendPublish) or not isinstance(event, PublishAppended):
+            return None
+        profile = self._times.published(action.body, begun)
+        if profile is not None:  # else it was settled meanwhile
+            times = {name: getattr(profile, name) for name in _TIMES}
             self.generation = _described(action.body, event.seq, times)
+        return profile
 
     def _note_latest(self, history: History) -> None:
         latest = history.latest
