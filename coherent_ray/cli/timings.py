@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -77,7 +78,7 @@ def _losses(
 ) -> dict[str, float]:
     """Return the seconds lost beside each save; the save after it tells, in the same attempt."""
     losses = {}
-    for before, after in zip(publishes, publishes[1:], strict=False):
+    for before, after in pairwise(publishes):
         if before in chosen and before.attempt == after.attempt:
             profile = read_profile(storage, after.name)
             told = profile.about.before if profile and profile.about else None
