@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from coherent_ray.commit.events import (
     HistoryRead,
     Key,
     PublishAppended,
+    RefreshHint,
     StorageAction,
     StorageSilent,
     Tick,
@@ -131,6 +133,7 @@ class Service:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
         self._times = Timekeeper()
+        self._unwritten: deque[Profile] = deque()
         self._closed = False
 
     @property
@@ -337,14 +340,11 @@ class Service:
                 continue  # given up while it waited here: it must not be published any more
             begun = time.monotonic()
             event = await self._attending(self._perform, action)
-            profile = None
             if event is not None:
-                profile = self._note(action, event, begun)
+                self._note(action, event, begun)
                 self._handle(event)
             if isinstance(event, PublishAppended):
                 self._published(event.key)
-            if profile is not None and profile.parts:
-                await self._attending(write_profile, self._hands, profile)
             if isinstance(event, AppendFailed) and event.outcome == "fenced":
                 # Nobody may be left to hear the answers; the process's own log is.
                 logger.warning("fenced, and publishes nothing more: %s", event.reason)
@@ -369,6 +369,12 @@ class Service:
 
     def _perform(self, action: StorageAction) -> Event | None:
         """Do one thing; a drill may strike before and after the one that counts."""
+        if isinstance(action, RefreshHint):
+            perform(action, self._hands, self._log)
+            # Last, behind all that somebody waits for or reads by.
+            while self._unwritten:
+                write_profile(self._hands, self._unwritten.popleft())
+            return None
         if self._hook is None or not isinstance(action, AppendPublish):
             return perform(action, self._hands, self._log)
         self._hook(f"publish:begin@{action.body.update}")
@@ -432,17 +438,18 @@ class Service:
 
     # --- what a progress display shows ------------------------------------------------------------
 
-    def _note(self, action: StorageAction, event: Event, begun: float) -> Profile | None:
-        """Take down how long it took; return where the time went of what was published."""
+    def _note(self, action: StorageAction, event: Event, begun: float) -> None:
         if isinstance(action, CheckShards):
             self._times.checked(action.key, begun)
         if not isinstance(action, AppendPublish) or not isinstance(event, PublishAppended):
-            return None
+            return
         profile = self._times.published(action.body, begun)
-        if profile is not None:  # else it was settled meanwhile
-            times = {name: getattr(profile, name) for name in _TIMES}
-            self.generation = _described(action.body, event.seq, times)
-        return profile
+        if profile is None:  # settled meanwhile
+            return
+        times = {name: getattr(profile, name) for name in _TIMES}
+        self.generation = _described(action.body, event.seq, times)
+        if profile.parts:
+            self._unwritten.append(profile)
 
     def _note_latest(self, history: History) -> None:
         latest = history.latest
