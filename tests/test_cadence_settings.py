@@ -44,7 +44,7 @@ def test_one_form_decides(given: dict[str, Any], apart: int | None) -> None:
          "cannot be given together with checkpoint.every"),
         ({"every": "auto", "every_seconds": 5.0}, "every_seconds",
          "cannot be given together with checkpoint.every"),
-        ({"every": "often"}, "every", "must be auto, not \"often\" .did you mean checkpoint.every_updates"),
+        ({"every": "often"}, "every", "must be auto.*did you mean checkpoint.every_updates"),
         ({"every_seconds": 0.0}, "every_seconds", "must be more than 0"),
         ({"mtbf_s": 60.0}, "mtbf_s", "needs checkpoint.every: auto"),
         ({"on_busy": "hurry"}, "on_busy", "must be one of wait, skip"),
