@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import click
 
+from coherent_ray.cli.output import count_text
 from coherent_ray.train.events import Event
 
 if TYPE_CHECKING:
@@ -159,9 +160,11 @@ def _about(save: dict[str, Any]) -> str:
 
 
 def numbers(facts: dict[str, Any]) -> str:
-    """Return loss, speed, and the last published generation with its stall."""
+    """Return loss, speed, the last published generation with its stall, and saves left out."""
     parts = [f"loss {facts['loss']:.4f}", f"{facts['examples_per_s']:,.0f} examples/s"]
     if generation := facts.get("generation"):
         save = next((s for s in facts.get("saves", []) if s["name"] == generation), None)
         parts.append(f"{generation}{_about(save)}" if save else str(generation))
+    if skipped := facts.get("skipped"):
+        parts.append(f"{count_text(skipped, 'save')} skipped")
     return "  ".join(parts)

@@ -24,6 +24,7 @@ from coherent_ray.cli.output import (
     size_text,
 )
 from coherent_ray.cli.place import place_of, run_argument, whole_run, whole_run_argument
+from coherent_ray.cli.timings import show_timings
 from coherent_ray.commit.findings import Finding, read_findings
 from coherent_ray.commit.generations import GenerationInfo, Generations
 from coherent_ray.commit.log import record_path
@@ -163,14 +164,17 @@ def list_generations(run: str, everything: bool, as_json: bool) -> int:
 @click.command()
 @run_argument
 @click.option("--tensors", is_flag=True, help="List the tensors of the state too.")
+@click.option("--timings", is_flag=True, help="Where the time of its save went, and no more.")
 @json_option
-def show(run: str, tensors: bool, as_json: bool) -> int:
+def show(run: str, tensors: bool, timings: bool, as_json: bool) -> int:
     """Show what one generation of RUN holds.
 
-    The latest, or the one that is named. What its last scrub found is a note, and may be old:
-    `verify` looks.
+    The latest, or the one that is named; with --timings every one that is kept, or the one that is
+    named. What its last scrub found is a note, and may be old: `verify` looks.
     """
     place = place_of(run)
+    if timings:
+        return show_timings(place, as_json=as_json)
     storage = place.open_warned()
     generations = Generations(storage)
     publish = generations.find(place.generation or "latest")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
@@ -122,15 +123,41 @@ def _saves(outcome: Outcome) -> list[tuple[str, str]]:
             ("stall per save", f"{median(stalls):.1f} ms median, {max(stalls):.1f} ms longest"),
             ("time to durable", f"{median(save['durable_s'] for save in good):.2f} s median"),
             ("shard of rank 0", size_text(good[-1]["shard_bytes"])),
+            *_totals(good),
         ]
     if len(good) < len(saves):
         reasons = dict.fromkeys(s["reason"] for s in saves if s["fate"] != "published")
         rows.append(("failed saves", f"{len(saves) - len(good):,}: {'; '.join(reasons)}"))
+    if skipped := outcome.facts.get("skipped"):
+        rows.append(("skipped saves", f"{skipped:,}: one was still in flight (on_busy: skip)"))
+    if cadence := outcome.facts.get("cadence"):
+        rows.append(("cadence", cadence["text"]))
     counts = {"driver": outcome.restarts, **outcome.restarted}
     if any(counts.values()):
         log = f"; log {outcome.log}" if outcome.restarts and outcome.log.exists() else ""
         words = ", ".join(count_text(count, what) for what, count in counts.items() if count)
         rows.append(("restarts", words + log))
+    return rows
+
+
+def _totals(saves: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Return where the time of rank 0's saves went, all together."""
+    if not any("times" in save for save in saves):
+        return []
+
+    def total(name: str) -> str:
+        return f"{sum(save.get('times', {}).get(name, 0.0) for save in saves):.2f} s"
+
+    standing = [f"{what} {total(f'{what}_s')}" for what in ("wait", "fingerprint", "snapshot")]
+    behind = [f"{what} {total(f'{what}_s')}" for what in ("write", "hash", "sync", "acknowledge")]
+    rows = [
+        ("stall in all", f"{total('stall_s')}: {', '.join(standing)}"),
+        ("behind training", ", ".join(behind)),
+    ]
+    lost = [save["lost_s"] for save in saves if save.get("lost_s") is not None]
+    if lost:
+        of = f"measured beside {len(lost):,} of {count_text(len(saves), 'save')}"
+        rows.append(("updates slowed by", f"{sum(lost):.2f} s, {of}"))
     return rows
 
 

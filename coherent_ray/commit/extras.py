@@ -83,11 +83,12 @@ def _sort(history: History, path: str, item: Item) -> Sort | None:
     if item.generation[1] > history.attempt:
         return "unknown"
     published = history.publish_of(*item.generation) is not None
+    if item.kind == "timings":
+        return None if published else "unknown"  # nothing is timed that was not published
     if item.kind == "receipts" and published:
         return "unknown"  # the record that published the generation names another segment
-    if published or can_never_be_published(history, item.generation):
-        return "leftover"
-    return "unpublished"
+    over = published or can_never_be_published(history, item.generation)
+    return "leftover" if over else "unpublished"
 
 
 def _directory_of(path: str) -> GenerationKey | None:

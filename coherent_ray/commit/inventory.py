@@ -17,6 +17,7 @@ Kind = Literal[
     "record",
     "hint",
     "scrub",
+    "timings",
     "manifest",
     "shard",
     "receipts",
@@ -28,7 +29,7 @@ Kind = Literal[
 ]
 
 #: Where files of the run lie; a generation's directory is one more for each generation.
-DIRECTORIES = ("", "log", "receipts", "holds", "datasets", "probe")
+DIRECTORIES = ("", "log", "receipts", "holds", "timings", "datasets", "probe")
 
 # No number of 64 bits has more digits, and a longer one costs its square.
 _GENERATION = r"g(?P<number>[1-9][0-9]{0,18})-a(?P<attempt>[1-9][0-9]{0,18})"
@@ -37,6 +38,7 @@ _NAMES: dict[Kind, str] = {
     "record": r"log/\d{20}\.json",
     "hint": r"latest\.json",
     "scrub": r"scrub\.json",
+    "timings": rf"timings/{_GENERATION}\.json",
     "manifest": rf"generations/{_GENERATION}/manifest\.json",
     "shard": rf"generations/{_GENERATION}/shard-\d{{5,}}-of-\d{{5,}}\.safetensors",
     "receipts": rf"receipts/\d{{12,}}-\d{{12,}}-{_GENERATION}\.jsonl",

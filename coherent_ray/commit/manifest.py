@@ -19,7 +19,6 @@ In a part everything lies in layout order, so that it is aligned to its own item
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Annotated, Any, Literal, TypeVar
@@ -36,6 +35,8 @@ from pydantic.dataclasses import dataclass
 
 from coherent_ray import canonical
 from coherent_ray.canonical import Json
+from coherent_ray.commit.reserved import is_reserved
+from coherent_ray.commit.timings import Timings
 from coherent_ray.digests import Algorithm, Digest, algorithm_of, hex_digits
 
 FORMAT = 1
@@ -50,8 +51,6 @@ _MOST_DIMENSIONS = 64
 _LIMIT = 2**63
 #: Where a generation's values tell what it holds of an update that was not done.
 PARTIAL = "partial"
-#: What a part of a tensor is called in a shard: no tensor may have such a name.
-_PART_NAME = re.compile(r".*\[[0-9]+:[0-9]+\]", re.DOTALL)
 
 #: safetensors' names of dtypes, with bytes an item.
 ITEM_BYTES: dict[str, int] = {
@@ -406,6 +405,8 @@ class Acknowledgement:
     """The header itself; rank 0 sends it."""
     read_back: ReadBack | None = None
     """How the shard of the rank before was read back; None: it was not, yet."""
+    timings: Timings | None = None
+    """Where this rank's time went."""
 
 
 def format_of(layout: StateLayout) -> int:
@@ -431,11 +432,6 @@ def manifest_path(number: int, attempt: int) -> str:
 def shard_path(directory: str, rank: int, ranks: int) -> str:
     """Return where a rank's shard lies, relative to the run's root."""
     return f"{directory}/shard-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
-def is_reserved(name: str) -> bool:
-    """Return whether shard files keep a name for themselves, so that no tensor may have it."""
-    return name == "__metadata__" or _PART_NAME.fullmatch(name) is not None
 
 
 class LaterFormat(ValueError):

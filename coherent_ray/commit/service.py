@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -30,6 +31,7 @@ from coherent_ray.commit.events import (
     HistoryRead,
     Key,
     PublishAppended,
+    RefreshHint,
     StorageAction,
     StorageSilent,
     Tick,
@@ -39,6 +41,7 @@ from coherent_ray.commit.history import History
 from coherent_ray.commit.log import DIRECTORY, CommitLog
 from coherent_ray.commit.manifest import Acknowledgement, load
 from coherent_ray.commit.performer import perform
+from coherent_ray.commit.profiles import Profile, Timekeeper, write_profile
 from coherent_ray.commit.read_back import Reply, Request
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.retention import Policy
@@ -61,6 +64,9 @@ LOG_WAIT_S = 5.0
 OPEN_WAIT_S = 45.0
 #: Seconds that `close` lets a piece of I/O take that is on its way.
 CLOSE_WAIT_S = 10.0
+
+#: Of a profile, what the coordinator itself has measured.
+_TIMES = ("acknowledged_s", "checked_s", "appended_s", "published_s")
 
 Result = TypeVar("Result")
 
@@ -126,7 +132,8 @@ class Service:
         self._ticking: asyncio.Task[None] | None = None
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count(1)
-        self._timings: dict[Key, dict[str, float]] = {}
+        self._times = Timekeeper()
+        self._unwritten: deque[Profile] = deque()
         self._closed = False
 
     @property
@@ -191,7 +198,7 @@ class Service:
         number = next(self._numbers)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._calls[number] = future
-        self._timings.setdefault(Key(ack.attempt, ack.number), {"first": time.monotonic()})
+        self._times.acknowledged(ack)
         self._handle(AckReceived(ack, number))
         try:
             reply = await future
@@ -317,7 +324,7 @@ class Service:
     def _settled(self, fate: Fate) -> None:
         if fate.kind != "published":
             self.last_error = f"{fate.name}: {fate.reason}"
-        self._timings.pop(Key(fate.attempt, fate.number), None)
+        self._times.settled(Key(fate.attempt, fate.number))
 
     def _answer(self, call: int, reply: Reply) -> None:
         future = self._calls.pop(call)
@@ -362,6 +369,12 @@ class Service:
 
     def _perform(self, action: StorageAction) -> Event | None:
         """Do one thing; a drill may strike before and after the one that counts."""
+        if isinstance(action, RefreshHint):
+            perform(action, self._hands, self._log)
+            # Last, behind all that somebody waits for or reads by.
+            while self._unwritten:
+                write_profile(self._hands, self._unwritten.popleft())
+            return None
         if self._hook is None or not isinstance(action, AppendPublish):
             return perform(action, self._hands, self._log)
         self._hook(f"publish:begin@{action.body.update}")
@@ -426,19 +439,17 @@ class Service:
     # --- what a progress display shows ------------------------------------------------------------
 
     def _note(self, action: StorageAction, event: Event, begun: float) -> None:
-        if not isinstance(action, CheckShards | AppendPublish):
-            return
-        times = self._timings.get(action.key)
-        if times is None:  # settled meanwhile
-            return
-        now = time.monotonic()
         if isinstance(action, CheckShards):
-            times["acknowledged_s"] = begun - times["first"]
-            times["checked_s"] = now - begun
-        elif isinstance(event, PublishAppended):
-            times["appended_s"] = now - begun
-            times["published_s"] = now - times.pop("first")
-            self.generation = _described(action.body, event.seq, times)
+            self._times.checked(action.key, begun)
+        if not isinstance(action, AppendPublish) or not isinstance(event, PublishAppended):
+            return
+        profile = self._times.published(action.body, begun)
+        if profile is None:  # settled meanwhile
+            return
+        times = {name: getattr(profile, name) for name in _TIMES}
+        self.generation = _described(action.body, event.seq, times)
+        if profile.parts:
+            self._unwritten.append(profile)
 
     def _note_latest(self, history: History) -> None:
         latest = history.latest

@@ -115,6 +115,8 @@ def _translate(item: Any, model: type[BaseModel]) -> Iterator[Problem]:
         yield Problem(key, "is required")
     elif kind == "extra_forbidden":
         yield _unknown(parts, model)
+    elif kind == "literal_error" and parts[-1] == "every":
+        yield Problem(key, f"must be auto, not {given}", dotted((*parts[:-1], "every_updates")))
     elif kind == "literal_error":
         allowed = context["expected"].replace("'", "").replace(" or ", ", ").split(", ")
         near = difflib.get_close_matches(str(item["input"]), allowed, 1)

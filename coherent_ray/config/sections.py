@@ -13,6 +13,9 @@ from coherent_ray.config.section import Arguments, Factory, Positive, Seconds, S
 from coherent_ray.digests import SHARD_ALGORITHM, Algorithm, Digest
 from coherent_ray.storage.options import PART_BYTES, StorageOptions, conflicts
 
+#: Updates between two generations where the user says nothing.
+UPDATES_APART = 100
+
 
 class Run(Section):
     """Where the run's history lies, and what it promises."""
@@ -236,8 +239,21 @@ class Optimizer(Section):
 class Checkpoint(Section):
     """When generations are saved, and how they are checked."""
 
-    every_updates: Positive = 100
-    """Updates between two generations; the last update always makes one."""
+    every: Literal["auto"] | None = None
+    """auto: the interval follows from what saves cost and how often the run fails. Or give
+    every_updates or every_seconds."""
+    every_updates: Positive | None = None
+    """Updates between two generations; the last update always makes one. null: 100, unless another
+    form is given."""
+    every_seconds: Seconds | None = None
+    """Seconds between two generations, by rank 0's clock; each begins where an update ends."""
+    mtbf_s: Seconds | None = None
+    """For every: auto, seconds from one failure to the next, as long as the run's own failures tell
+    nothing else. null: a day."""
+    on_busy: Literal["wait", "skip"] = "wait"
+    """What a save does that is due while one is in flight on any worker. wait: training stands
+    still. skip: there is none until the next is due. Saves that end a run, or that are asked for,
+    wait in any case."""
     mid_update: bool = False
     """Whether a save that is asked for may happen between two microbatches of an update."""
     digest: Algorithm = SHARD_ALGORITHM
@@ -277,9 +293,26 @@ class Checkpoint(Section):
     """Bytes a second that this reads at most, and none while a generation is being saved."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
-        """Yield an exception from a rule that is not there."""
+        """Yield a second cadence, and settings of what is not there."""
+        forms = ("every", "every_updates", "every_seconds")
+        given = [form for form in forms if getattr(self, form) is not None]
+        for form in given[1:]:
+            yield (
+                form,
+                f"cannot be given together with checkpoint.{given[0]}; one of them decides, and "
+                "null takes the other away",
+            )
+        if self.mtbf_s is not None and self.every is None:
+            yield "mtbf_s", "needs checkpoint.every: auto; nothing else asks for it"
         if self.keep_every is not None and self.keep is None:
             yield "keep_every", "needs checkpoint.keep; without it all generations are kept"
+
+    @property
+    def updates_apart(self) -> int | None:
+        """Updates between two generations; None: a clock decides."""
+        if self.every is None and self.every_seconds is None:
+            return self.every_updates or UPDATES_APART
+        return None
 
 
 Count = Annotated[int, Field(ge=1, le=65_536)]

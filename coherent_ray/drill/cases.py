@@ -74,18 +74,29 @@ def prepared(config: Config, updates: int | None) -> Config:
     """
     told = config.training.updates
     length = updates or min(told or UPDATES, UPDATES)
-    every = min(config.checkpoint.every_updates, max(1, length // (FEWEST_SAVES + 1)))
+    enough = max(1, length // (FEWEST_SAVES + 1))
+    every = min(config.checkpoint.updates_apart or enough, enough)
     changes: dict[str, dict[str, object]] = {
         "run": {"run_id": None},
         "training": {"updates": length, "epochs": None},
         # Old generations are what a difference is looked for in.
-        "checkpoint": {"every_updates": every, "keep": None, "keep_every": None},
+        "checkpoint": {**fixed(every), "keep": None, "keep_every": None},
         "cluster": {"max_failures": -1, "num_cpus": None, "address": None},
     }
     sections = {
         name: getattr(config, name).model_copy(update=values) for name, values in changes.items()
     }
     return config.model_copy(update=sections)
+
+
+def fixed(every: int) -> dict[str, object]:
+    """Return the settings of a checkpoint section that saves in such updates, and in all of them.
+
+    Args:
+        every: Updates between two generations.
+    """
+    clock = {"every": None, "every_seconds": None, "mtbf_s": None}
+    return {"every_updates": every, "on_busy": "wait", **clock}
 
 
 def rank_counts(config: Config, wanted: Sequence[int]) -> tuple[int, ...]:
@@ -132,7 +143,7 @@ def cases_of(config: Config, ranks: Sequence[int], kills: int, seed: int) -> lis
         kills: Of each run.
         seed: Decides which updates they fall behind.
     """
-    updates, every = config.training.updates or 0, config.checkpoint.every_updates
+    updates, every = config.training.updates or 0, config.checkpoint.updates_apart or 1
     draw = random.Random(seed)
     cases = [
         Case(

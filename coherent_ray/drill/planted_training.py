@@ -17,7 +17,7 @@ import torch
 from coherent_ray.data.loader import LoadedUpdate, Loader
 from coherent_ray.data.order import EpochOrder
 from coherent_ray.drill.patching import Patch
-from coherent_ray.train import buffers, collectives, exchange, reduce, session, update
+from coherent_ray.train import buffers, collectives, exchange, reduce, restoring, update
 from coherent_ray.train.exchange import Schedule
 from coherent_ray.train.reduce import LaneReducer, Reduced
 
@@ -181,7 +181,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "state is",
         "differs first at: the optimizer's step",
         f"{_RESUME}[dropout]",
-        ((session, "restore", _lost("/exp_avg_sq")),),
+        ((restoring, "restore", _lost("/exp_avg_sq")),),
     ),
     Mutant(
         "the scaler starts over",
@@ -189,7 +189,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "the first: scaler.state._growth_tracker",
         "a resume from update",
         f"{_RESUME}[fp16]",
-        ((session, "restore", _new_again(5)),),
+        ((restoring, "restore", _new_again(5)),),
     ),
     Mutant(
         "the schedule starts over",
@@ -197,7 +197,7 @@ MUTANTS: tuple[Mutant, ...] = (
         "lr is",
         "the state, at optimizer.groups.0",
         f"{_RESUME}[scheduler]",
-        ((session, "restore", _new_again(4)),),
+        ((restoring, "restore", _new_again(4)),),
     ),
     Mutant(
         "the position is one update further after a resume",

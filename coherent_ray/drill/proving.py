@@ -180,7 +180,7 @@ class _Compared:
         """Return the update whose generation was refused."""
         latest = Generations(self.storage).history().latest
         total = self.config.training.updates or 1
-        every = self.config.checkpoint.every_updates
+        every = self.config.checkpoint.updates_apart or 1
         return min(total, (latest.update if latest else 0) + every)
 
     def _statistical(self, reference: _Compared, run: Proved, parting: Parting) -> Proved:

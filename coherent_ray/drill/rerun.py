@@ -19,6 +19,7 @@ from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.data.plan import Plan
 from coherent_ray.drill import taps
+from coherent_ray.drill.cases import fixed
 from coherent_ray.drill.patching import planted
 from coherent_ray.drill.ranks import Crew
 from coherent_ray.drill.recording import Recorder, Recording
@@ -78,7 +79,7 @@ def rerun(config: Config, start: PublishBody | None, ranks: int, until: int) -> 
         CoherentRayError: It cannot be run here.
     """
     config = config.resolved()
-    checkpoint = config.checkpoint.model_copy(update={"every_updates": _NEVER})
+    checkpoint = config.checkpoint.model_copy(update=fixed(_NEVER))
     # Read when it is asked for, in the rank's own thread: what `collate` does is then seen, too.
     data = config.data.model_copy(update={"prefetch": 0})
     config = config.model_copy(update={"checkpoint": checkpoint, "data": data})

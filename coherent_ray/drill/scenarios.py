@@ -376,9 +376,19 @@ def course_of(config: Config, updates: int, kills: int, seed: int) -> Course:
         seed: Of a storm.
 
     Raises:
-        ConfigError: The run has too few generations for a failure between two.
+        ConfigError: The run has too few generations for a failure between two, or makes them when
+            a clock says so.
     """
-    every = config.checkpoint.every_updates
+    every = config.checkpoint.updates_apart
+    if every is None or config.checkpoint.on_busy == "skip":
+        raise ConfigError(
+            "a drill strikes between generations, and this run does not say in which updates they "
+            "are",
+            where="checkpoint",
+            remedy="--set checkpoint.every=null --set checkpoint.every_seconds=null --set "
+            "checkpoint.mtbf_s=null --set checkpoint.every_updates="
+            f"{max(1, updates // (FEWEST_SAVES + 1))} --set checkpoint.on_busy=wait",
+        )
     if updates <= FEWEST_SAVES * every - every + 1:
         raise ConfigError(
             f"{updates} updates with a generation every {every} are too few for a drill: it needs "

@@ -291,7 +291,7 @@ class Scene:
         Raises:
             ClusterError: It was not, within `PUBLISH_S`.
         """
-        due = update - update % self.config.checkpoint.every_updates
+        due = update - update % (self.config.checkpoint.updates_apart or 1)
         log = CommitLog(self.storage)
         until = time.monotonic() + PUBLISH_S
         while (latest := log.read_on().latest) is None or (

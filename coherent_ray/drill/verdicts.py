@@ -217,7 +217,7 @@ def _own(scene: Scene, scenario: Scenario) -> Iterator[Promise]:
 def _published_after(scene: Scene) -> bool:
     """Whether the first generation that is due once there is room again was published."""
     freed = next(seen.update for seen in scene.done if seen.injection.act == "free")
-    every = scene.config.checkpoint.every_updates
+    every = scene.config.checkpoint.updates_apart or 1
     due = freed - freed % every + every
     publishes = Generations(scene.storage).history().publishes
     return any(publish.update == due for publish in publishes)

@@ -16,7 +16,8 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec, is_reserved
+from coherent_ray.commit.manifest import ITEM_BYTES, StateLayout, TensorSpec
+from coherent_ray.commit.reserved import is_reserved
 from coherent_ray.errors import StateMismatch, TaskError
 from coherent_ray.state.sharded import parts_of, unstorable
 

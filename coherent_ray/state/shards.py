@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -45,6 +47,16 @@ Hooks = Callable[[str], None]
 """Called with the name of the point that was reached; for injecting faults."""
 
 
+@dataclass(slots=True)
+class ShardTimes:
+    """Where the time of one shard went, in seconds; writing and hashing go on at once."""
+
+    write_s: float = 0.0
+    hash_s: float = 0.0
+    sync_s: float = 0.0
+    """From the last byte that was written until the file was durable under its name."""
+
+
 def write_shard(  # noqa: PLR0917 - a file is described by this many facts
     storage: Storage,
     directory: str,
@@ -55,6 +67,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
     algorithm: Algorithm = SHARD_ALGORITHM,
     block_bytes: int = BLOCK_BYTES,
     hooks: Hooks | None = None,
+    times: ShardTimes | None = None,
 ) -> ShardRecord:
     """Write one rank's shard; it is durable when the call returns.
 
@@ -71,6 +84,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         block_bytes: Bytes hashed as one; a multiple of 16.
         hooks: Called at ``shard:begun``, ``shard:half-written``, ``shard:unsynced`` and
             ``shard:written``.
+        times: Where to tell how long it took; None: nowhere.
 
     Raises:
         ConfigError: `block_bytes` is not a positive multiple of 16.
@@ -88,7 +102,9 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         raise ValueError(f"rank {rank} of {ranks} owns {stop - start} bytes, not {len(memory)}")
     header = header_of(FlatState(layout), start, stop)
     path = shard_path(directory, rank, ranks)
-    blocks = _write_and_hash(storage, path, (header, memory), algorithm, block_bytes, hooks)
+    times = times or ShardTimes()
+    parts = header, memory
+    blocks = _write_and_hash(storage, path, parts, algorithm, block_bytes, hooks, times)
     return ShardRecord(
         rank=rank,
         path=path,
@@ -242,13 +258,15 @@ def _write_and_hash(  # noqa: PLR0917
     algorithm: Algorithm,
     block_bytes: int,
     hooks: Hooks | None,
+    times: ShardTimes,
 ) -> list[str]:
     """Return the blocks' digests, in hex."""
     given_up = threading.Event()
     size = len(parts[0]) + len(parts[1])
     edges = [*range(0, size, block_bytes), size]
     with ThreadPoolExecutor(1, "coherent-ray-hash") as pool:
-        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up)
+        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up, times)
+        begun = time.monotonic()
         try:
             with storage.open_writer(path) as writer:
                 _call(hooks, "shard:begun")
@@ -259,10 +277,12 @@ def _write_and_hash(  # noqa: PLR0917
                     if last == half:
                         _call(hooks, "shard:half-written")
                 _call(hooks, "shard:unsynced")
+                written = time.monotonic()
                 writer.finish()
         except BaseException:
             given_up.set()
             raise
+        times.write_s, times.sync_s = written - begun, time.monotonic() - written
         _call(hooks, "shard:written")
         return hashing.result()
 
@@ -272,8 +292,10 @@ def _hash_blocks(
     edges: list[int],
     algorithm: Algorithm,
     given_up: threading.Event,
+    times: ShardTimes,
 ) -> list[str]:
     result = []
+    begun = time.monotonic()
     for first, last in pairwise(edges):
         if given_up.is_set():
             break
@@ -281,6 +303,7 @@ def _hash_blocks(
         for view in _views(parts, first, last):
             hasher.update(view)
         result.append(hasher.hexdigest())
+    times.hash_s = time.monotonic() - begun
     return result
 
 

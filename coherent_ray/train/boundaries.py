@@ -8,6 +8,7 @@ from the history and are counted up at each save, so no message is needed to agr
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 
 from coherent_ray import canonical
 from coherent_ray.commit.manifest import (
@@ -16,15 +17,22 @@ from coherent_ray.commit.manifest import (
     format_of,
     generation_name,
 )
+from coherent_ray.commit.timings import Why
+from coherent_ray.errors import CoherentRayError
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.parts import extended
 from coherent_ray.train.admit import Admitted
+from coherent_ray.train.cadence import Cadence
 from coherent_ray.train.collectives import sum_over_ranks
+from coherent_ray.train.failures import Past, past_of
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.recipe import recipe_of
 from coherent_ray.train.saving import Boundary, Saved, Saver
+
+#: Saves of an attempt that are remembered one by one, the newest ones.
+REMEMBERED = 64
 
 
 class Boundaries:
@@ -39,11 +47,15 @@ class Boundaries:
         self.published: str | None = selected.publish.name if selected else None
         """The newest generation that this rank knows to be published."""
         self.saves: list[Saved] = []
-        """The saves of this attempt whose fate is known."""
+        """The saves of this attempt whose fate is known, the last `REMEMBERED` of them."""
+        self.lost_s: dict[str, float] = {}
+        """Seconds that training lost beside a save, by generation, where it can be told."""
+        self.cadence = Cadence(admitted.config.checkpoint, admitted.rank, self, _past(admitted))
+        """When it is time to save."""
 
     @property
     def stalls_s(self) -> list[float]:
-        """Seconds that training stood still, a save of this attempt."""
+        """Seconds that training stood still for each of these saves, and for one in flight."""
         return self._saver.stalls_s
 
     @property
@@ -51,22 +63,50 @@ class Boundaries:
         """Whether a save goes on behind the training."""
         return self._saver.in_flight
 
-    def save(self, position: DataPosition, state: State) -> None:
+    @property
+    def patient(self) -> bool:
+        """Whether one goes on that nobody has to give up."""
+        return self._saver.patient
+
+    @property
+    def landed(self) -> Saved | None:
+        """The newest save whose fate is known."""
+        return self._saver.landed
+
+    def save(self, position: DataPosition, state: State, why: Why = "due") -> None:
         """Begin a generation; the save before it is settled first.
 
         Args:
             position: What is read next.
             state: References to the live state at this boundary.
+            why: Told of the save.
 
         Raises:
             SaveFailed: More saves in a row failed than allowed; or a subclass.
         """
         since = time.monotonic()
         self._settle()
-        self._saver.begin(state, self._boundary(position, state), since)
+        waited = time.monotonic() - since
+        self.note_loss()
+        boundary = self._boundary(position, state, waited, why)
+        name = generation_name(boundary.header.number, boundary.header.attempt)
+        self.cadence.saved(name, self._saver.begin(state, boundary, since) - waited)
+        del self.stalls_s[:-REMEMBERED]
 
-    def finish(self, position: DataPosition, state: State) -> None:
+    def note_loss(self) -> None:
+        """Take down what the last save has cost beside its stall, where that is known now."""
+        if lost := self.cadence.lost():
+            self.lost_s[lost[0]] = lost[1]
+            for name in list(self.lost_s)[:-REMEMBERED]:
+                del self.lost_s[name]
+
+    def finish(self, position: DataPosition, state: State, why: Why = "end") -> None:
         """Return once the state at this boundary is published.
+
+        Args:
+            position: What would be read next.
+            state: References to the live state at this boundary.
+            why: Told of a save that has to be repeated.
 
         Raises:
             SaveFailed: More saves in a row failed than allowed; or a subclass.
@@ -76,7 +116,7 @@ class Boundaries:
             if saved is None or saved.fate.kind == "published":
                 return
             self._saver.wait_for_storage()
-            self.save(position, state)
+            self.save(position, state, why)
 
     def conclude(self) -> str | None:
         """Wait for the save in flight, and return what it published; None: nothing.
@@ -101,16 +141,21 @@ class Boundaries:
         if saved is None:
             return None
         self.saves.append(saved)
+        del self.saves[:-REMEMBERED]
         if saved.fate.kind == "published":
             self.published = saved.name
             self._chain.published(saved.update)
         return saved
 
-    def _boundary(self, position: DataPosition, state: State) -> Boundary:
+    def _boundary(
+        self, position: DataPosition, state: State, waited_s: float, why: Why
+    ) -> Boundary:
         admitted = self._admitted
         number, self._number = self._number, self._number + 1
         layout = layout_of(state.tensors)
+        begun = time.monotonic()
         prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
+        fingerprint_s = time.monotonic() - begun
         if state.parts:
             layout, prints = extended(layout, prints, state.parts)
         else:
@@ -134,4 +179,14 @@ class Boundaries:
             receipt_tip=self._chain.tip,
             receipts=segment.record if segment else None,
         )
-        return Boundary(header, prints, segment.data if segment else b"")
+        receipts = segment.data if segment else b""
+        about = self.cadence.about(why)
+        return Boundary(header, prints, receipts, waited_s, fingerprint_s, about)
+
+
+def _past(admitted: Admitted) -> Past | None:
+    """Return what earlier attempts have seen, where somebody asks for it and it can be read."""
+    if admitted.rank == 0 and admitted.config.checkpoint.every is not None:
+        with suppress(CoherentRayError):
+            return past_of(admitted.storage, admitted.log.read_on(), admitted.attempt)
+    return None

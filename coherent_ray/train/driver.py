@@ -76,6 +76,8 @@ class Driver:
         self._me: Owner | None = None
         self._watch = Watch(config.cluster, 0)
         self._saves: dict[str, dict[str, Any]] = {}
+        self._skipped: dict[int, int] = {}
+        self._cadence: dict[str, Any] | None = None
         self._last_notes: list[str] = []
         self._ended = 0
         self._incarnation: str | None = None
@@ -230,12 +232,19 @@ class Driver:
             raise ownership.lost(run_id, Owner(**owner))
         for save in status["progress"].get("saves", []):
             self._saves[save["name"]] = save
+        self._note_cadence(status["progress"])
         notes = [*(status.get("notes") or []), *(status["progress"].get("notes") or [])]
         self._note(notes)
         self._say(self._watch.look(status))
         self._count(status)
         self._tell(Event("progress", facts=status))
         return True
+
+    def _note_cadence(self, progress: dict[str, Any]) -> None:
+        """Take down which saves were left out, by attempt, and the interval that was chosen."""
+        if "attempt" in progress:
+            self._skipped[progress["attempt"]] = progress.get("skipped", 0)
+            self._cadence = progress.get("cadence")
 
     def _note(self, notes: Iterable[str]) -> None:
         """Tell what was not told just before: preflight and admission find the same damage."""
@@ -293,7 +302,13 @@ class Driver:
             return  # it goes with its cluster, or `coherent-ray stop` ends it
 
     def _finished(self, after: Preflight, *, stopped: bool) -> None:
-        facts = {**_facts(after), "stopped": stopped, "saves": list(self._saves.values())}
+        facts = {
+            **_facts(after),
+            "stopped": stopped,
+            "saves": list(self._saves.values()),
+            "skipped": sum(self._skipped.values()),
+            "cadence": self._cadence,
+        }
         self._tell(Event("finished", facts=facts))
 
 

@@ -6,6 +6,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from coherent_ray.train.boundaries import Boundaries
@@ -67,7 +68,6 @@ class Progress:
         rate = update.examples / max(now - self._last, 1e-9)
         self._last = now
         self._rate = rate if self._rate == 0.0 else self._rate + _NEWEST * (rate - self._rate)
-        saves = boundaries.saves
         self.metrics = {
             "attempt": self._attempt,
             "update": update.number,
@@ -81,11 +81,15 @@ class Progress:
             "resumed_at": self._resumed_at,
         }
         if self._rank == 0:
-            stalls = boundaries.stalls_s
+            boundaries.note_loss()
+            self.note(boundaries.cadence.news())
+            lost, choice = boundaries.lost_s, boundaries.cadence.choice()
             shown = {
                 **self.metrics,
-                "saves": [describe(saved) for saved in saves],
-                "stalls_s": stalls,
+                "saves": [describe(s) | {"lost_s": lost.get(s.name)} for s in boundaries.saves],
+                "stalls_s": list(boundaries.stalls_s),
+                "skipped": boundaries.cadence.skipped,
+                "cadence": asdict(choice) | {"text": choice.in_words()} if choice else None,
                 "saving": boundaries.saving,
                 "ended": ended,
                 "notes": list(self._notes),

@@ -18,7 +18,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
@@ -31,12 +31,13 @@ from coherent_ray.commit.manifest import (
     ShardRecord,
 )
 from coherent_ray.commit.read_back import Reply, Request, read_back
+from coherent_ray.commit.timings import PARTS, About, Timings
 from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import Fingerprint
-from coherent_ray.state.shards import write_shard
+from coherent_ray.state.shards import ShardTimes, write_shard
 from coherent_ray.state.snapshot import Snapshot
 from coherent_ray.state.writer import BackgroundWriter
 from coherent_ray.storage.attended import AttendedStorage
@@ -73,6 +74,9 @@ class Saved:
     durable_s: float
     """Seconds from the snapshot until this rank knew the fate."""
     shard_bytes: int
+    times: dict[str, float]
+    """Seconds by name: those of `Timings`, and ``acknowledge_s``, from this rank's word to the
+    generation's fate. What was not come to is not there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +87,26 @@ class Boundary:
     prints: Fingerprint
     receipts: bytes
     """The segment that `header.receipts` names; rank 0 writes it."""
+    wait_s: float = 0.0
+    """Seconds that training has waited for the save before."""
+    fingerprint_s: float = 0.0
+    """Seconds that the fingerprint took."""
+    about: About | None = None
+    """What rank 0 tells of the save besides its times."""
 
 
 class _Flight:
     """One save in flight: either its word goes out, or it is given up."""
 
-    def __init__(self, boundary: Boundary, stall_s: float) -> None:
+    def __init__(self, boundary: Boundary, stall_s: float, snapshot_s: float = 0.0) -> None:
         self.boundary = boundary
         self.stall_s = stall_s
+        self.times = {
+            "stall_s": stall_s,
+            "wait_s": boundary.wait_s,
+            "fingerprint_s": boundary.fingerprint_s,
+            "snapshot_s": snapshot_s,
+        }
         self.begun = time.monotonic()
         self._lock = threading.Lock()
         self._speaking = self.given_up = False
@@ -116,7 +132,8 @@ class _Flight:
         header = self.boundary.header
         name = records.generation_name(header.number, header.attempt)
         durable_s = time.monotonic() - self.begun + self.stall_s
-        return Saved(name, header.number, header.update, fate, self.stall_s, durable_s, shard_bytes)
+        facts = name, header.number, header.update, fate
+        return Saved(*facts, self.stall_s, durable_s, shard_bytes, dict(self.times))
 
 
 class Saver:
@@ -213,12 +230,14 @@ class Saver:
             self._pending.set_result(self._given_up(_Flight(boundary, stall)))
             self.stalls_s.append(stall)
             return stall
+        begun = time.monotonic()
         if self._snapshot is None or self._snapshot.layout != header.layout:
             self._snapshot = Snapshot(header.layout, self._rank, header.ranks)
         self._snapshot.take(state.tensors, state.parts)
-        stall = time.monotonic() - since
+        now = time.monotonic()
+        stall = now - since
         self.stalls_s.append(stall)
-        flight = self._flight = _Flight(boundary, stall)
+        flight = self._flight = _Flight(boundary, stall, now - begun)
         self._pending = self._writer.submit(lambda: self._save(flight))
         return stall
 
@@ -239,6 +258,21 @@ class Saver:
     def in_flight(self) -> bool:
         """Whether the fate of a save is not known yet."""
         return self._pending is not None and not self._pending.done()
+
+    @property
+    def patient(self) -> bool:
+        """Whether a save is in flight that need not be given up: its storage answers in time."""
+        silence = self._storage.silence() if self.in_flight else None
+        silent_s = silence.lasted_s if silence else 0.0
+        return self.in_flight and silent_s < self._options.storage_timeout_s
+
+    @property
+    def landed(self) -> Saved | None:
+        """The newest save whose fate is known, whether or not it was looked at."""
+        pending = self._pending
+        if pending is not None and pending.done() and pending.exception() is None:
+            return pending.result()
+        return self.last
 
     def close(self) -> None:
         """Let the save in flight finish, and end the thread, as far as the storage answers."""
@@ -282,9 +316,9 @@ class Saver:
         header = flight.boundary.header
         fate, size = Fate("failed", header.number, header.attempt, "it was given up"), 0
         try:
-            shard = self._write(flight.boundary)
+            shard = self._write(flight)
             size = shard.size
-            fate = self._acknowledge(flight, self._word(flight.boundary, shard)) or fate
+            fate = self._acknowledge(flight, self._word(flight, shard)) or fate
         except Exception as error:
             flight.heard()
             if not flight.given_up:
@@ -292,15 +326,16 @@ class Saver:
         # What was given up is said by whoever gave it up; nobody looks at this fate.
         return flight.saved(fate, size)
 
-    def _write(self, boundary: Boundary) -> ShardRecord:
+    def _write(self, flight: _Flight) -> ShardRecord:
         assert self._snapshot is not None
-        header = boundary.header
+        boundary, header = flight.boundary, flight.boundary.header
         reach(self._hook, "save:begin")
         if self._log is not None:
             with self._storage.attending("reading", DIRECTORY):
                 self._log.confirm()
         if self._rank == 0 and header.receipts is not None:
             self._write_receipts(header.receipts.path, boundary.receipts)
+        times = ShardTimes()
         shard = write_shard(
             self._storage,
             header.directory,
@@ -311,7 +346,9 @@ class Saver:
             self._options.digest,
             self._options.block_bytes,
             hooks=self._hook,
+            times=times,
         )
+        flight.times |= asdict(times)
         reach(self._hook, "save:acknowledge")
         return shard
 
@@ -319,6 +356,7 @@ class Saver:
         """Hand in the word, read back what is asked for, and return the fate; None: given up."""
         if not flight.speak():
             return None
+        begun = time.monotonic()
         reply = self._line.acknowledge(word)
         if isinstance(reply, Request):
             # Nothing is published without the word of this reading, so it may be given up as well.
@@ -334,6 +372,7 @@ class Saver:
                 "the coordinator asked for the same read-back twice",
                 where=f"generation {records.generation_name(word.number, word.attempt)}",
             )
+        flight.times["acknowledge_s"] = time.monotonic() - begun
         return reply
 
     def _write_receipts(self, path: str, data: bytes) -> None:
@@ -341,7 +380,7 @@ class Saver:
             raise SaveFailed(
                 f"the receipts have {len(data)} bytes, and readers take {RECEIPTS_BYTES} at most",
                 where=path,
-                remedy="Save more often: set a smaller checkpoint.every_updates.",
+                remedy="Save more often: set a smaller checkpoint.every_updates or every_seconds.",
             )
         try:
             self._storage.create(path, data)
@@ -352,8 +391,8 @@ class Saver:
                     "the receipts are there already, and differ", where=path
                 ) from None
 
-    def _word(self, boundary: Boundary, shard: ShardRecord) -> Acknowledgement:
-        header = boundary.header
+    def _word(self, flight: _Flight, shard: ShardRecord) -> Acknowledgement:
+        boundary, header = flight.boundary, flight.boundary.header
         return Acknowledgement(
             attempt=header.attempt,
             number=header.number,
@@ -364,6 +403,7 @@ class Saver:
             fingerprint=boundary.prints.digest,
             tensor_fingerprints=boundary.prints.tensors,
             header=header if self._rank == 0 else None,
+            timings=Timings(**{n: flight.times[n] for n in PARTS}, about=boundary.about),
         )
 
     def _published(self, header: GenerationHeader) -> Fate | None:
@@ -405,4 +445,5 @@ def describe(saved: Saved) -> dict[str, Any]:
         "stall_s": saved.stall_s,
         "durable_s": saved.durable_s,
         "shard_bytes": saved.shard_bytes,
+        "times": saved.times,
     }

@@ -16,6 +16,7 @@ Ray Train is told the last metrics and the last generation, so every rank must c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -35,23 +36,19 @@ from coherent_ray.errors import (
     PeerLost,
     ReplicaDiverged,
     SaveFailed,
-    StateMismatch,
     TrainingFailed,
 )
 from coherent_ray.state.capture import (
     MODEL,
     State,
     capture,
-    check_spec,
     check_unchanged,
     plain,
-    restore,
     state_spec,
 )
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.optimizer import require_plain_step
-from coherent_ray.state.sharded import placed
-from coherent_ray.train import agreement, datasets, fsdp, hooks, origin, resettings, spares
+from coherent_ray.train import agreement, datasets, fsdp, hooks, spares
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
@@ -61,10 +58,11 @@ from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
 from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.own_line import in_words, own_line
-from coherent_ray.train.partial import Usable, usable
+from coherent_ray.train.partial import Usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.reduce import LaneReducer, Met, Reduced
+from coherent_ray.train.restoring import give_state, usable_of
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
 from coherent_ray.train.update import Update, lanes_with_examples
@@ -72,8 +70,6 @@ from coherent_ray.train.whereabouts import LISTEN_S, REPEAT_S, Beacon
 from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
 Collate = Callable[..., Any]
-#: What a generation holds of an update that was not done.
-Stored = tuple[partial_.Record, dict[str, torch.Tensor]]
 
 
 def session(config: Config | None = None, *, collate: Collate | None = None) -> Session:
@@ -202,7 +198,7 @@ class Session:
         self.scaler = scaler
         if self.sharded:
             fsdp.require_sharded(plain(model), self.ranks, average)
-        stored = self._restore()
+        stored = give_state(self, self._admitted)
         self._spec = state_spec(model)
         if scaler is not None:
             # It has no scale before its first use, and this rank's first update may have no
@@ -215,7 +211,7 @@ class Session:
         self.reducer = fsdp.reducer_of(inner, self.config, self.rank, self.ranks)
         self.buffers = LaneBuffers(inner)
         if stored is not None and not self.sharded:
-            self._before = self._usable(*stored)
+            self._before = usable_of(self, stored)
 
     def updates(self) -> Iterator[Update]:
         """Yield the updates that are left, in order; each must be stepped before the next.
@@ -262,12 +258,14 @@ class Session:
     # --- what an update uses ----------------------------------------------------------------------
 
     def wishes(self) -> Wish:
-        """Return what this rank wishes at the next boundary."""
-        return self._line.wish()
+        """Return what this rank votes at a boundary: its wishes, and what the cadence needs."""
+        wish = self._line.wish()
+        return replace(wish, bits=wish.bits | self.cadence.bits())
 
     def advance(self, update: Update, reduced: Reduced) -> None:
         """Take in a finished update: progress, and a generation where one is due or wished."""
         number, wishes = update.number, reduced.wishes
+        self.cadence.ended()
         self.beacon.at(number, "save")
         reach(self._hook, "update", number)
         self.position = self.plan.after(number)
@@ -280,18 +278,19 @@ class Session:
         self.stopped = bool(wishes & WISH_STOP)
         ended = self.stopped or number == self.updates_total
         self._leaves = bool(wishes & WISH_LEAVE) and not ended
-        due = number % self.config.checkpoint.every_updates == 0
-        if due or ended or wishes & WISH_SAVE:
+        why = self.cadence.why(number, wishes, last=number == self.updates_total)
+        if why is not None:
             if self.config.training.on_nonfinite == "stop":
                 fsdp.require_finite(self.reducer, self.model, number)
-            self.boundaries.save(self.position, self.capture())
+            self.boundaries.save(self.position, self.capture(), why)
         elif self._checks(number):
             agreement.check_replicas(self.capture(), number, self.rank, self.ranks, self.device)
         if ended:
-            self.boundaries.finish(self.position, self.capture())
+            self.boundaries.finish(self.position, self.capture(), why or "end")
         self.progress.update(update, self.chain.tip, self.boundaries, ended=ended)
         if not ended:
             self.beacon.at(number + 1, "data")
+            self.cadence.begins()
 
     def _checks(self, number: int) -> bool:
         """Whether all ranks compare their states after an update that none of them saves."""
@@ -308,7 +307,7 @@ class Session:
 
     def between(self, update: Update) -> None:
         """Save before a microbatch, where somebody wishes it and the configuration lets them."""
-        if self.config.checkpoint.mid_update and (wish := self.wishes()).bits:
+        if self.config.checkpoint.mid_update and (wish := self._line.wish()).bits:
             update.meet(wish)
 
     def midway(self, update: Update, met: Met) -> None:
@@ -324,11 +323,12 @@ class Session:
         if self.config.training.on_nonfinite == "stop":
             fsdp.require_finite(self.reducer, self.model, update.number - 1)
         state = self._midway_state(update)
-        self.boundaries.save(self.position, state)
+        why = self.cadence.why(update.number, met.wishes | WISH_SAVE, last=False)
+        self.boundaries.save(self.position, state, why or "asked")
         if met.wishes & (WISH_STOP | WISH_LEAVE):
             self.canonical.let_go()
         if self.stopped:
-            self.boundaries.finish(self.position, state)
+            self.boundaries.finish(self.position, state, "stop")
             raise StoppedMidway
         if met.wishes & WISH_LEAVE:
             raise self._farewell()
@@ -377,6 +377,7 @@ class Session:
             log=admitted.log,
         )
         self.boundaries = Boundaries(admitted, saver, self.chain)
+        self.cadence = self.boundaries.cadence
         self.progress = Progress(
             self._line, admitted.attempt, self.rank, self.updates_total, self.position.update
         )
@@ -430,6 +431,7 @@ class Session:
         if number > last:
             return
         self.beacon.at(number, "data")
+        self.cadence.begins()
         try:
             for loaded in self.loader.updates(number, last):
                 yield loaded
@@ -454,39 +456,6 @@ class Session:
         except TrainingFailed as failed:
             # One error for the whole group; the rank's own is its cause, for the traceback.
             raise failed from error
-
-    def _restore(self) -> Stored | None:
-        """Give the job its state; returns what is stored of an update that was not done."""
-        admitted = self._admitted
-        selected, state = admitted.selected, admitted.state
-        if selected is None:
-            if admitted.weights is not None:
-                origin.begin(self.config, admitted.weights, self.model)
-                admitted.weights = None  # its memory is needed for training
-            return None
-        if state is None:
-            raise StateMismatch("track was called twice", remedy="call run.track once")
-        header = selected.manifest.header
-        check_spec(header.layout, state_spec(self.model))
-        stored: Stored | None = None
-        if partial_.KEY in header.values:
-            record = partial_.load(header.values[partial_.KEY])
-            stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
-            state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
-        begins = resettings.settings_of(self.optimizer)
-        if self.sharded:
-            live = dict(plain(self.model).named_parameters())
-            state = placed(state, live, admitted.rows)
-        parts = (self.optimizer, self.scheduler, self.scaler, self.average)
-        restore(state, header.values, self.model, *parts)
-        if resettings.are_meant(self.config, header, admitted.code):
-            self.progress.note(resettings.take_over(begins, self.optimizer, self.scheduler))
-        admitted.state = None  # its memory is needed for training
-        return stored
-
-    def _usable(self, record: partial_.Record, tensors: dict[str, torch.Tensor]) -> Usable:
-        plan = {lane.lane: len(lane.microbatches) for lane in self.plan.update(record.update).lanes}
-        return usable(record, tensors, self.reducer.owned, plan, self.canonical.trainable)
 
 
 def total_updates(config: Config, updates_per_epoch: int) -> int:

@@ -22,6 +22,10 @@ Word = Literal["none", "save", "stop", "leave"]
 WISH_SAVE = 1
 WISH_STOP = 2
 WISH_LEAVE = 4
+#: Not wishes either, but what the cadence needs of other ranks: the clock of rank 0 says that a
+#: save is due; a save of this rank is in flight, where one that is due shall then be left out.
+DUE = 8
+BUSY = 16
 #: Not a wish: who says it stands between two microbatches, so that the update cannot end yet.
 MIDWAY = 1 << 14
 #: Tokens lie below this: a vote carries them as float64.

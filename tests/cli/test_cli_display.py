@@ -35,6 +35,7 @@ def test_numbers():
     assert shown.endswith("g1-a1 of update 1,010 (stall 2.1 ms)")
     # The generation that was resumed from was not saved here.
     assert numbers(facts | {"generation": "g9-a1", "saves": saves}).endswith("g9-a1")
+    assert numbers(facts | {"skipped": 2}).endswith("  2 saves skipped")
 
 
 def test_lines_tell_each_generation_and_else_keep_quiet(capsys):

@@ -98,6 +98,20 @@ def test_failed_saves_are_told(call, supervised, configuration):
     assert "1: no space is left" in call("run", configuration()).out
 
 
+def test_where_the_time_of_saves_went_is_told(call, supervised, configuration):
+    times = {"stall_s": 0.5, "wait_s": 0.1, "fingerprint_s": 0.2, "snapshot_s": 0.2,
+             "write_s": 1.0, "hash_s": 0.75, "sync_s": 0.25, "acknowledge_s": 0.5}  # fmt: skip
+    saves = [save | {"times": times, "lost_s": None} for save in FACTS["saves"]]
+    saves[0]["lost_s"] = 1.25
+    supervised(outcome(saves=saves, skipped=3, cadence={"text": "a save every 140 s"}))
+    text = " ".join(call("run", configuration()).out.split())
+    assert "stall in all 1.00 s: wait 0.20 s, fingerprint 0.40 s, snapshot 0.40 s" in text
+    assert "behind training write 2.00 s, hash 1.50 s, sync 0.50 s, acknowledge 1.00 s" in text
+    assert "updates slowed by 1.25 s, measured beside 1 of 2 saves" in text
+    assert "skipped saves 3: one was still in flight (on_busy: skip)" in text
+    assert "cadence a save every 140 s" in text
+
+
 def test_all_restarts_are_told(call, supervised, configuration):
     died = {"worker group": 2, "coordinator": 1}
     supervised(replace(outcome(), restarts=1, restarted=died))

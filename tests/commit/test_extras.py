@@ -52,6 +52,10 @@ def log() -> CommitLog:
         ("receipts/000000000001-000000000010-g3-a1.jsonl", "leftover"),
         ("receipts/000000000001-000000000010-g4-a2.jsonl", "unpublished"),
         ("receipts/000000000001-000000000010-g3-a2.jsonl", "unknown"),
+        ("timings/g1-a1.json", None),  # as receipts, they outlive what is retired
+        ("timings/g3-a2.json", None),
+        ("timings/g4-a2.json", "unknown"),
+        ("timings/g1-a3.json", "unknown"),
         ("holds/g1-a1-" + "0" * 32 + ".json", None),
         ("datasets/blake3-" + "0" * 64 + ".json", None),
         ("checkpoint_manager_snapshot.json", None),

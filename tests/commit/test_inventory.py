@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import Ranks
 
-from coherent_ray.commit import findings
+from coherent_ray.commit import findings, profiles
 from coherent_ray.commit.inventory import DIRECTORIES, generation_of, item_of
 from coherent_ray.commit.log import HINT, record_path
 from coherent_ray.commit.manifest import manifest_path
@@ -22,6 +22,7 @@ OURS = {
     "generations/g1-a1/shard-123456-of-200000.safetensors": ("shard", (1, 1)),
     f"receipts/{1:012d}-{20:012d}-g12-a3.jsonl": ("receipts", (12, 3)),
     f"holds/g12-a3-{HEX32}.json": ("hold", (12, 3)),
+    profiles.path_of("g12-a3"): ("timings", (12, 3)),
     f"datasets/blake3-{HEX32 * 2}.json": ("dataset", None),
     f"probe/{HEX32}": ("probe", None),
     "checkpoint_manager_snapshot.json": ("ray", None),
@@ -41,6 +42,7 @@ FOREIGN = [
     "generations/g1-a1/shard-1-of-2.safetensors", "generations/g1-a1/shard-00000-of-00002.pt",
     "generations/g1-a1/shard-00000-of-00002.safetensors ", "generations/g1-a1/model.safetensors",
     "generations/g1-a1/extra/shard-00000-of-00002.safetensors",
+    "timings/g1-a1.jsonl", "timings/plot.png", "timings/g1.json",
     "receipts/1-2-g1-a1.jsonl", f"receipts/{1:012d}-{2:012d}.jsonl", "receipts/plot.png",
     "holds/g1-a1.json", f"holds/{HEX32}.json", f"holds/g1-a1-{HEX32.upper()}.json",
     "datasets/data.parquet", "datasets/blake3-12.json", "probe/x", "probe/" + HEX32 + "0",
@@ -62,7 +64,7 @@ def test_whatever_else_is_foreign(path: str) -> None:
 
 def test_every_kind_is_covered() -> None:
     kinds = {kind for kind, _ in OURS.values()}
-    assert len(kinds) == 10
+    assert len(kinds) == 11
 
 
 @pytest.mark.parametrize(

@@ -52,11 +52,11 @@ print(json.dumps(results))
 """
 
 #: Opened files are, for the coordinator: record, hint, and for each generation manifest, record,
-#: hint; for rank 0: receipts, shard; for rank 1: shard.
+#: hint, timings; for rank 0: receipts, shard; for rank 1: shard.
 STRIKES = [
     ["coordinator", 1],
     ["coordinator", 4],
-    ["coordinator", 11],
+    ["coordinator", 13],
     ["rank 0", 3],
     ["rank 1", 3],
 ]

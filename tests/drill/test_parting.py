@@ -15,7 +15,7 @@ from coherent_ray.drill.patching import planted
 from coherent_ray.drill.rehearsal import Life, rehearse
 from coherent_ray.errors import NoGeneration, ReceiptsDamaged
 from coherent_ray.storage import open_storage
-from coherent_ray.train import session
+from coherent_ray.train import restoring
 
 pytestmark = pytest.mark.usefixtures("unsynced")
 
@@ -101,7 +101,7 @@ def flipped_in_a_moment(folder: Path, name: str) -> Config:
         return restored
 
     config = lived(folder, name, Life(1, stops_after=4))
-    with planted([(session, "restore", restore)]):
+    with planted([(restoring, "restore", restore)]):
         rehearse(config, Life(1))
     return config
 

@@ -104,3 +104,19 @@ def test_workers_that_died_are_counted(cluster: Cluster) -> None:
     cluster.status = cluster.status | {"failures": {"count": 2, "last": "rank 1", "taken": 1}}
     cluster.look(2)
     assert restarts(cluster) == [("worker group", 3)]
+
+
+def test_saves_that_were_left_out_are_added_up_over_all_attempts(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coherent_ray.train.driver._facts", lambda after: {})
+    for attempt, skipped in ((1, 0), (1, 2), (2, 0), (2, 3)):
+        cadence = {"text": f"chosen by attempt {attempt}"}
+        progress = {"attempt": attempt, "skipped": skipped, "cadence": cadence, "saves": []}
+        cluster.status = cluster.status | {"progress": progress}
+        cluster.look()
+    cluster.status = cluster.status | {"progress": {}}
+    cluster.look()
+    cluster.driver._finished(None, stopped=False)  # type: ignore[arg-type]
+    facts = cluster.told[-1].facts
+    assert (facts["skipped"], facts["cadence"]) == (5, {"text": "chosen by attempt 2"})

@@ -115,6 +115,25 @@ def test_a_save_that_hangs_is_given_up_and_says_where(
     gate.set()
 
 
+def test_a_save_is_not_left_out_for_one_that_has_to_be_given_up(
+    root: Path, disk: BrokenDisk, gate: threading.Event
+) -> None:
+    """With on_busy: skip a storage that hangs would never be found out."""
+    one = One(LocalStorage(root))
+    one.line.gate = threading.Event()
+    one.begin(1)
+    assert one.saver.patient, "the save before goes on, and its storage answers"
+    one.line.gate.set()
+    assert one.settle().fate.kind == "published"
+    assert not one.saver.patient
+    with disk.breaks("write", "shard"):
+        one.begin(2)
+        wait_until(lambda: disk.struck)
+        assert one.saver.in_flight
+        wait_until(lambda: not one.saver.patient)
+    gate.set()
+
+
 def test_until_the_storage_answers_saves_fail_at_once_and_then_they_work(
     root: Path, disk: BrokenDisk, gate: threading.Event
 ) -> None:
