@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/formats.md",
     "docs/gauntlet.md",
     "docs/operations.md",
+    "docs/performance.md",
     "docs/protocol.md",
 )
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -181,6 +182,63 @@ def chaos(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+ROWS = (
+    ("stall of a save, copies of the rank's share (CPU)", "stall_copies", "1.15"),
+    ("the same, by the clock", "stall_wall_copies", ""),
+    ("whole save, copies (CPU, all threads and children)", "cpu_copies", "1.9"),
+    ("snapshot to published, raw write + fsync = 1", "durable_to_write", "0.85"),
+    ("the same, raw O_DIRECT write + fsync = 1", "durable_to_direct", "1.25"),
+    ("training lost during a save, copies", "lost_copies", "1.5"),
+    ("updates/s during a save, without = 1", "pace_during", ""),
+    ("load into live tensors, cold, raw read = 1", "load_cold", "1.25"),
+    ("the same, warm", "load_warm", "1.6"),
+    ("bytes written, the state = 1", "written_to_state", "1.00"),
+    ("peak memory over training, shares", "memory_shares", "1 + 64 MiB"),
+    ("save after a change of 1 %, time, full save = 1", "changed_time", "0.05"),
+    ("the same, processor time", "changed_cpu", ""),
+    ("the same, bytes", "changed_bytes", ""),
+)
+
+
+def state_plane(result: dict[str, Any]) -> str:
+    """Return the state plane as tables: products beside each other, and the raw limits."""
+    lines = []
+    names = result["names"]
+    for at in result["at"]:
+        found = at["products"]
+        keys = [key for key in names if key in found]
+        ranks = "1 rank" if at["ranks"] == 1 else f"{at['ranks']} ranks"
+        lines += [
+            f"**{ranks}, {result['state_mib']} MiB, medians of {result['rounds']} rounds**",
+            "",
+            f"| | target | {' | '.join(names[key] for key in keys)} |",
+            f"|---|---|{'---|' * len(keys)}",
+        ]
+        for row, name, target in ROWS:
+            cells = [_figure(found[key].get(name)) for key in keys]
+            if any(cells):
+                lines.append(f"| {row} | {target} | {' | '.join(cells)} |")
+        lines += [f"| {names[key]} | | {found[key]['fails']} |" for key in keys if "fails" in found[key]]
+        raw = {name: figure["median"] for name, figure in at["raw"].items()}
+        lines += [
+            "",
+            f"Raw, seconds: copy of a share {raw['copy_s']:.3f}, write + fsync {raw['write_s']:.2f}, "
+            f"O_DIRECT write + fsync {raw['write_direct_s']:.2f}, read cold {raw['read_cold_s']:.2f}, "
+            f"warm {raw['read_warm_s']:.2f}.",
+            "",
+        ]
+    machine = result["machine"]
+    load = " to ".join(map(str, machine["load_average"]))
+    lines.append(f"{machine['cores']} cores, load average {load}, {machine['seconds']} s.")
+    return "\n".join(lines) + "\n"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median']:.2f}"
+    return "" if value is None else f"{value:.2f}"
+
+
 MARKS = {"held": "held", "broke": "**broke**", "not applicable": "n/a", "not run": "not run"}
 NOT_THERE = {"verdict": "not run", "seen": "not run yet"}
 
@@ -219,6 +277,7 @@ FIGURES = {
     "crash_states": crash_states,
     "model": model,
     "power_cuts": power_cuts,
+    "state_plane": state_plane,
     "storm": storm,
     "storm_s3": storm,
 }
