@@ -184,7 +184,8 @@ def chaos(result: dict[str, Any]) -> str:
 
 ROWS = (
     ("stall of a save, copies of the rank's share (CPU)", "stall_copies", "1.15"),
-    ("the same, by the clock", "stall_wall_copies", ""),
+    ("of it the fingerprint of the whole replica", "fingerprint_copies", ""),
+    ("the stall by the clock", "stall_wall_copies", ""),
     ("whole save, copies (CPU, all threads and children)", "cpu_copies", "1.9"),
     ("snapshot to published, raw write + fsync = 1", "durable_to_write", "0.85"),
     ("the same, raw O_DIRECT write + fsync = 1", "durable_to_direct", "1.25"),
@@ -197,6 +198,19 @@ ROWS = (
     ("save after a change of 1 %, time, full save = 1", "changed_time", "0.05"),
     ("the same, processor time", "changed_cpu", ""),
     ("the same, bytes", "changed_bytes", ""),
+)
+
+
+RAW = (
+    ("copy of a rank's share into touched memory", "copy_s"),
+    ("write of all shares and fsync", "write_s"),
+    ("the same, the write-back begun after each 8 MiB", "write_behind_s"),
+    ("O_DIRECT, 16 MiB a call, and fsync", "write_direct_s"),
+    ("the same, 1 MiB a call", "write_direct_small_s"),
+    ("the same, 64 MiB a call", "write_direct_large_s"),
+    ("the same, 16 MiB, two calls at once", "write_direct_two_s"),
+    ("read of all shares, cold", "read_cold_s"),
+    ("read of all shares, warm", "read_warm_s"),
 )
 
 
@@ -218,19 +232,23 @@ def state_plane(result: dict[str, Any]) -> str:
             cells = [_figure(found[key].get(name)) for key in keys]
             if any(cells):
                 lines.append(f"| {row} | {target} | {' | '.join(cells)} |")
-        lines += [f"| {names[key]} | | {found[key]['fails']} |" for key in keys if "fails" in found[key]]
-        raw = {name: figure["median"] for name, figure in at["raw"].items()}
         lines += [
-            "",
-            f"Raw, seconds: copy of a share {raw['copy_s']:.3f}, write + fsync {raw['write_s']:.2f}, "
-            f"O_DIRECT write + fsync {raw['write_direct_s']:.2f}, read cold {raw['read_cold_s']:.2f}, "
-            f"warm {raw['read_warm_s']:.2f}.",
-            "",
+            f"| {names[key]} | | {_cell(found[key]['fails'])} |"
+            for key in keys
+            if "fails" in found[key]
         ]
+        lines += ["", "| raw | seconds, median (least to most) |", "|---|---|"]
+        raw = at["raw"]
+        lines += [f"| {row} | {_spread(raw[name])} |" for row, name in RAW if name in raw]
+        lines.append("")
     machine = result["machine"]
     load = " to ".join(map(str, machine["load_average"]))
     lines.append(f"{machine['cores']} cores, load average {load}, {machine['seconds']} s.")
     return "\n".join(lines) + "\n"
+
+
+def _spread(figure: dict[str, float]) -> str:
+    return f"{figure['median']:.3f} ({figure['least']:.3f} to {figure['most']:.3f})"
 
 
 def _figure(value: Any) -> str:

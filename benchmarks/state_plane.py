@@ -48,14 +48,22 @@ NAMES = {
     "ray_train": "Ray Train report (not durable)",
 }
 CHANGED = 0.01
+#: Other ways to write the same bytes; see `plane.raw`.
+WAYS = ("write_behind", "write_direct_small", "write_direct_large", "write_direct_two")
 Figures = dict[str, list[float]]
 
 
-def raw_round(group: Group, found: Figures) -> dict[str, float]:
-    """Do what the system itself can do, and return the slowest rank's seconds."""
+def raw_round(group: Group, found: Figures, *, ways: bool) -> dict[str, float]:
+    """Do what the system itself can do, and return the slowest rank's seconds.
+
+    Args:
+        group: Whose ranks do it.
+        found: Takes the figures.
+        ways: Also write in the ways that are not the reference.
+    """
     copies = group.all("raw", "copy")
     raw = {"copy_cpu_s": sum(c["cpu_s"] for c in copies), "copy_s": slowest(copies)}
-    for verb in ("write_direct", "write"):  # what the second one wrote is read
+    for verb in (*(WAYS if ways else ()), "write_direct", "write"):  # what the last wrote is read
         group.all("drop", "raw", None)
         raw[f"{verb}_s"] = slowest(group.all("raw", verb))
     for heat in ("cold", "warm"):
@@ -65,9 +73,7 @@ def raw_round(group: Group, found: Figures) -> dict[str, float]:
     return raw
 
 
-def product_round(
-    group: Group, key: str, step: int, raw: dict[str, float], found: Figures
-) -> None:
+def product_round(group: Group, key: str, step: int, raw: dict[str, float], found: Figures) -> None:
     """Have one product do everything once; three steps are its own."""
 
     def note(name: str, value: float) -> None:
@@ -77,6 +83,9 @@ def product_round(
         return
     note("stall_copies", sum(s["stall_cpu_s"] for s in saves) / raw["copy_cpu_s"])
     note("stall_wall_copies", slowest(saves, "stall_s") / raw["copy_s"])
+    if "fingerprint_cpu_s" in saves[0]:
+        prints = sum(s["fingerprint_cpu_s"] for s in saves)
+        note("fingerprint_copies", prints / raw["copy_cpu_s"])
     note("cpu_copies", sum(s["cpu_s"] for s in saves) / raw["copy_cpu_s"])
     note("durable_to_write", slowest(saves) / raw["write_s"])
     note("durable_to_direct", slowest(saves) / raw["write_direct_s"])
@@ -102,6 +111,7 @@ def product_round(
 
 def first_round(group: Group, key: str, size: int, facts: dict[str, Any]) -> None:
     """Let a product make what it keeps; see what that takes, and that what it saves comes back."""
+    group.all("trim")
     with group.memory() as grown:
         group.try_all("start", key)
         for step in (1, 2):
@@ -112,9 +122,7 @@ def first_round(group: Group, key: str, size: int, facts: dict[str, Any]) -> Non
                 group.try_all("drop", key, step)
         shares = len(group.pids) * group.share
         facts["memory_shares"] = round(grown() / shares, 3)
-        facts["memory_over_one_share_mib"] = round(
-            (grown() - shares) / len(group.pids) / 2**20, 1
-        )
+        facts["memory_over_one_share_mib"] = round((grown() - shares) / len(group.pids) / 2**20, 1)
     if checked := group.try_all("check", key, 2):
         facts["comes_back"] = all(answer["same"] for answer in checked)
     group.try_all("drop", key, 2)
@@ -175,7 +183,8 @@ def measured(
     for number in range(1, rounds + 1):
         for group, keys in groups:
             for key in keys if number % 2 else keys[::-1]:
-                product_round(group, key, 10 * number, raw_round(group, raw), found[key])
+                limits = raw_round(group, raw, ways=key == "ours")
+                product_round(group, key, 10 * number, limits, found[key])
         print(f"round {number} of {rounds}, load {os.getloadavg()[0]:.1f}", flush=True)
     for group, keys in groups:
         for key in keys:

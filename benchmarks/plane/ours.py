@@ -15,7 +15,6 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 
 from judged.coordination import Line
-from plane.product import Product, State
 
 from coherent_ray import canonical
 from coherent_ray.commit.generations import Generations
@@ -28,6 +27,7 @@ from coherent_ray.state.capture import State as Captured
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage import LocalStorage
 from coherent_ray.train.saving import Saver
+from plane.product import Product, State
 
 #: Seconds that a coordinator may take to listen.
 PATIENCE_S = 120.0
@@ -47,6 +47,7 @@ class Ours(Product):
         log.read()
         self._saver = Saver(storage, rank, Checkpoint(), self._line, log=log)
         self._number = 0
+        self._fingerprint_cpu_s = 0.0
         self._numbers: dict[int, int] = {}
 
     def begin(self, step: int) -> None:
@@ -55,7 +56,9 @@ class Ours(Product):
         self._number += 1
         self._numbers[step] = self._number
         state = Captured(dict(self.state), {"step": step})
+        busy = time.thread_time()
         boundary = boundary_at(state, self._number, self._number, self._attempt, self.ranks)
+        self._fingerprint_cpu_s = time.thread_time() - busy
         self._saver.begin(state, boundary, since)
 
     def finish(self) -> None:
@@ -82,6 +85,10 @@ class Ours(Product):
 
     def drop(self, step: int) -> None:
         """Do nothing: retention keeps two generations, as in a run."""
+
+    def told(self) -> dict[str, float]:
+        """See `Product`: the fingerprint of the whole replica, which is a part of the stall."""
+        return {"fingerprint_cpu_s": self._fingerprint_cpu_s}
 
     def close(self) -> None:
         """See `Product`."""

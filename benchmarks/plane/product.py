@@ -55,6 +55,10 @@ class Product:
         """Delete a save; one rank is asked."""
         shutil.rmtree(self.of(step), ignore_errors=True)
 
+    def told(self) -> dict[str, float]:
+        """Return what else the product knows of its last save, by name."""
+        return {}
+
     def close(self) -> None:
         """End what it has started."""
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import mmap
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+
 from plane.product import State, sync_directory
 
 #: Bytes of one call.
@@ -45,11 +47,27 @@ class Raw:
 
     def write(self) -> None:
         """Write and sync the share, through the page cache."""
-        self._write(0, self.share)
+        self._write(0, PIECE)
+
+    def write_behind(self) -> None:
+        """Do the same, and have the kernel begin to write back after each piece."""
+        self._write(0, PIECE // 2, behind=True)
 
     def write_direct(self) -> None:
         """Write and sync it past the page cache, but for an odd end."""
-        self._write(os.O_DIRECT, self.share - self.share % _PAGE)
+        self._write(os.O_DIRECT, PIECE)
+
+    def write_direct_small(self) -> None:
+        """Do the same in pieces of 1 MiB."""
+        self._write(os.O_DIRECT, 2**20)
+
+    def write_direct_large(self) -> None:
+        """Do the same in pieces of 64 MiB."""
+        self._write(os.O_DIRECT, 4 * PIECE)
+
+    def write_direct_two(self) -> None:
+        """Do the same with two pieces on their way at any time."""
+        self._write(os.O_DIRECT, PIECE, depth=2)
 
     def read(self) -> None:
         """Read all ranks' shares into touched memory, one after the other."""
@@ -69,12 +87,25 @@ class Raw:
         """Return the files of all ranks."""
         return self._all
 
-    def _write(self, flags: int, size: int) -> None:
+    def _write(self, flags: int, piece: int, *, behind: bool = False, depth: int = 1) -> None:
         data = memoryview(self._memory)
+        size = self.share - (self.share % _PAGE if flags else 0)
         file = os.open(self._own, os.O_WRONLY | os.O_CREAT | os.O_EXCL | flags, 0o666)
-        at = 0
-        while at < size:
-            at += os.write(file, data[at : min(at + PIECE, size)])
+
+        def put(first: int) -> None:
+            at, last = first, min(first + piece, size)
+            while at < last:
+                at += os.pwrite(file, data[at:last], at)
+            if behind:
+                os.posix_fadvise(file, first, last - first, os.POSIX_FADV_DONTNEED)
+
+        pieces = range(0, size, piece)
+        if depth == 1:
+            for first in pieces:
+                put(first)
+        else:
+            with ThreadPoolExecutor(depth) as pool:
+                list(pool.map(put, pieces))
         os.fsync(file)
         os.close(file)
         sync_directory(self._place)

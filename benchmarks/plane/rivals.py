@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from plane.product import Product, State, sync_files
 
 
@@ -80,7 +81,7 @@ class DcpProcess(DcpThread):
         from torch.distributed.checkpoint import _async_process_executor as executor
 
         if (process := executor._CHECKPOINT_PROCESS) is not None:
-            process.process.terminate()
+            process.process.kill()  # it has nothing left to do, and says so at length
 
 
 class Checkpointing(Product):
