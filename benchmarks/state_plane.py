@@ -36,6 +36,7 @@ sys.path.insert(0, str(PROJECT))
 from gauntlet.cluster import cluster  # noqa: E402
 from plane.group import Group, met, processes, started  # noqa: E402
 from plane.group import listening as calls  # noqa: E402
+from render import state_plane  # noqa: E402
 
 HOME = ("ours", "torch_save", "dcp", "dcp_thread", "dcp_process")
 NAMES = {
@@ -248,32 +249,28 @@ def main() -> None:
     parser.add_argument("--root", type=Path, help="where files are written; else a temporary place")
     options = parser.parse_args()
     begun, load = time.monotonic(), os.getloadavg()[0]
-    results = []
-    for ranks in options.ranks:
-        place = Path(tempfile.mkdtemp(prefix="sp-", dir=options.root))
-        try:
-            results.append(at_ranks(ranks, options, place))
-        finally:
-            shutil.rmtree(place, ignore_errors=True)
-    report = {
+    report: dict[str, Any] = {
         "benchmark": "state_plane",
         "names": {key: NAMES[key] for key in options.products},
         "state_mib": options.mib,
         "rounds": options.rounds,
-        "machine": {
+        "at": [],
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for ranks in options.ranks:
+        place = Path(tempfile.mkdtemp(prefix="sp-", dir=options.root))
+        try:
+            report["at"].append(at_ranks(ranks, options, place))
+        finally:
+            shutil.rmtree(place, ignore_errors=True)
+        report["machine"] = {
             "cores": os.cpu_count(),
             "architecture": platform.machine(),
             "load_average": [round(load, 1), round(os.getloadavg()[0], 1)],
             "threads_per_rank": 1,
             "seconds": round(time.monotonic() - begun),
-        },
-        "at": results,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
-
-    from render import state_plane
-
+        }
+        options.out.write_text(json.dumps(report, indent=2) + "\n")
     print(state_plane(report))
 
 
