@@ -22,6 +22,7 @@ DOCUMENTS = (
     "docs/formats.md",
     "docs/gauntlet.md",
     "docs/operations.md",
+    "docs/performance.md",
     "docs/protocol.md",
 )
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -181,6 +182,81 @@ def chaos(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+ROWS = (
+    ("stall of a save, copies of the rank's share (CPU)", "stall_copies", "1.15"),
+    ("of it the fingerprint of the whole replica", "fingerprint_copies", ""),
+    ("the stall by the clock", "stall_wall_copies", ""),
+    ("whole save, copies (CPU, all threads and children)", "cpu_copies", "1.9"),
+    ("snapshot to published, raw write + fsync = 1", "durable_to_write", "0.85"),
+    ("the same, raw O_DIRECT write + fsync = 1", "durable_to_direct", "1.25"),
+    ("training lost during a save, copies", "lost_copies", "1.5"),
+    ("updates/s during a save, without = 1", "pace_during", ""),
+    ("load into live tensors, cold, raw read = 1", "load_cold", "1.25"),
+    ("the same, warm", "load_warm", "1.6"),
+    ("bytes written, the state = 1", "written_to_state", "1.00"),
+    ("peak memory over training, shares", "memory_shares", "1 + 64 MiB"),
+    ("save after a change of 1 %, time, full save = 1", "changed_time", "0.05"),
+    ("the same, processor time", "changed_cpu", ""),
+    ("the same, bytes", "changed_bytes", ""),
+)
+
+
+RAW = (
+    ("copy of a rank's share into touched memory", "copy_s"),
+    ("write of all shares and fsync", "write_s"),
+    ("the same, the write-back begun after each 8 MiB", "write_behind_s"),
+    ("O_DIRECT, 16 MiB a call, and fsync", "write_direct_s"),
+    ("the same, 1 MiB a call", "write_direct_small_s"),
+    ("the same, 64 MiB a call", "write_direct_large_s"),
+    ("the same, 16 MiB, two calls at once", "write_direct_two_s"),
+    ("read of all shares, cold", "read_cold_s"),
+    ("read of all shares, warm", "read_warm_s"),
+)
+
+
+def state_plane(result: dict[str, Any]) -> str:
+    """Return the state plane as tables: products beside each other, and the raw limits."""
+    lines = []
+    names = result["names"]
+    for at in result["at"]:
+        found = at["products"]
+        keys = [key for key in names if key in found]
+        ranks = "1 rank" if at["ranks"] == 1 else f"{at['ranks']} ranks"
+        lines += [
+            f"**{ranks}, {result['state_mib']} MiB, medians of {result['rounds']} rounds**",
+            "",
+            f"| | target | {' | '.join(names[key] for key in keys)} |",
+            f"|---|---|{'---|' * len(keys)}",
+        ]
+        for row, name, target in ROWS:
+            cells = [_figure(found[key].get(name)) for key in keys]
+            if any(cells):
+                lines.append(f"| {row} | {target} | {' | '.join(cells)} |")
+        lines += [
+            f"| {names[key]} | | {_cell(found[key]['fails'])} |"
+            for key in keys
+            if "fails" in found[key]
+        ]
+        lines += ["", "| raw | seconds, median (least to most) |", "|---|---|"]
+        raw = at["raw"]
+        lines += [f"| {row} | {_spread(raw[name])} |" for row, name in RAW if name in raw]
+        lines.append("")
+    machine = result["machine"]
+    load = " to ".join(map(str, machine["load_average"]))
+    lines.append(f"{machine['cores']} cores, load average {load}, {machine['seconds']} s.")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(figure: dict[str, float]) -> str:
+    return f"{figure['median']:.3f} ({figure['least']:.3f} to {figure['most']:.3f})"
+
+
+def _figure(value: Any) -> str:
+    if isinstance(value, dict):
+        return f"{value['median']:.2f}"
+    return "" if value is None else f"{value:.2f}"
+
+
 MARKS = {"held": "held", "broke": "**broke**", "not applicable": "n/a", "not run": "not run"}
 NOT_THERE = {"verdict": "not run", "seen": "not run yet"}
 
@@ -219,6 +295,7 @@ FIGURES = {
     "crash_states": crash_states,
     "model": model,
     "power_cuts": power_cuts,
+    "state_plane": state_plane,
     "storm": storm,
     "storm_s3": storm,
 }

@@ -84,3 +84,14 @@ def test_the_external_judge_on_record_struck_everywhere_and_found_only_what_was_
     for row in result["planted"]:
         assert row["control"] == "PASS"
         assert row["verdicts"]["PASS"] < sum(row["points"].values())
+
+
+def test_the_state_plane_on_record_brings_every_byte_back_and_writes_each_once() -> None:
+    result = json.loads((ROOT / "benchmarks" / "results" / "state_plane.json").read_text())
+    assert [at["ranks"] for at in result["at"]] == [1, 2]
+    for at in result["at"]:
+        ours = at["products"]["ours"]
+        assert "fails" not in ours
+        assert ours["comes_back"]
+        assert 1.0 <= ours["written_to_state"] < 1.01
+        assert ours["durable_to_write"]["times"] == result["rounds"] >= 5

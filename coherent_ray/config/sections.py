@@ -46,7 +46,7 @@ class SigningKey(Section):
 
 
 class Storage(Section):
-    """How to talk to the object store that holds the run's root; directories need only the key.
+    """How to talk to the object store that holds the run's root; or to its directory.
 
     Credentials are taken from the environment of each process, never from here.
     """
@@ -68,6 +68,9 @@ class Storage(Section):
     """Seconds that one request may take."""
     retries: Annotated[int, Field(ge=0, le=100)] = 8
     """How often a request is sent again, with growing pauses between."""
+    direct_io: bool = True
+    """Directories only: write shards past the page cache where the file system takes it; false:
+    always through the cache."""
     signing_key: SigningKey | None = None
     """Sign the run's log, and refuse what is not signed; null: neither. For directories too."""
 

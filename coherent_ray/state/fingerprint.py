@@ -37,8 +37,8 @@ from coherent_ray.state.sharded import first_item_here, here
 
 #: 32-bit words of one chunk: 128 KiB of state, so that a chunk and its keys stay in a core's cache.
 CHUNK_WORDS = 2**15
-#: Chunks that an accelerator takes at once: 16 MiB of state.
-_DEVICE_CHUNKS = 128
+#: Chunks that are taken at once: 16 MiB of state.
+_CHUNKS = 128
 #: Tensors up to so many words are taken together, up to so many words at once.
 _SMALL_WORDS = 2**9
 _PACK_WORDS = 2**15
@@ -202,8 +202,9 @@ def _chunk_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 def _words(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensor's bytes as int32 words: whole chunks, then what is left."""
-    chunks = 1 if tensor.device.type == "cpu" else _DEVICE_CHUNKS
-    step = chunks * CHUNK_WORDS * 4 // tensor.element_size()
+    # Of what lies scattered in host memory a copy is made, which must stay in a core's cache.
+    scattered = tensor.device.type == "cpu" and not tensor.is_contiguous()
+    step = (1 if scattered else _CHUNKS) * CHUNK_WORDS * 4 // tensor.element_size()
     whole = tensor.numel() - tensor.numel() % (CHUNK_WORDS * 4 // tensor.element_size())
     for first in range(0, whole, step):
         yield _as_words(items_of(tensor, first, min(first + step, whole)))
@@ -225,7 +226,9 @@ def _as_words(items: torch.Tensor) -> torch.Tensor:
 def _hash_words(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     count = words.numel()
     if words.device.type == "cpu":
-        return torch.dot(words.to(torch.int64), keys[:count]).view(1)
+        # One pass, which widens the words as it goes: torch would write them down, wider, first.
+        rows = words.numpy().reshape(-1, min(count, CHUNK_WORDS))
+        return torch.from_numpy(np.einsum("ni,i->n", rows, keys[:count].numpy()))
     if count <= CHUNK_WORDS:
         return (words * keys[:count]).sum().view(1)
     return (words.view(-1, CHUNK_WORDS) * keys).sum(1)

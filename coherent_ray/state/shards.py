@@ -42,6 +42,8 @@ from coherent_ray.storage.base import Storage
 
 #: Bytes that are hashed as one unless the user chooses.
 BLOCK_BYTES = 16 * 2**20
+#: Bytes of one call to a writer: a disk has its full speed from here on, with one call at a time.
+_WRITE_BYTES = 16 * 2**20
 
 Hooks = Callable[[str], None]
 """Called with the name of the point that was reached; for injecting faults."""
@@ -271,7 +273,7 @@ def _write_and_hash(  # noqa: PLR0917
             with storage.open_writer(path) as writer:
                 _call(hooks, "shard:begun")
                 half = size // 2 if hooks else size
-                for first, last in pairwise(sorted({*edges, half})):
+                for first, last in pairwise(sorted({*range(0, size, _WRITE_BYTES), half, size})):
                     for view in _views(parts, first, last):
                         writer.write(view)
                     if last == half:

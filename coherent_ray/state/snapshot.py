@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import cast
 
 import torch
@@ -97,5 +98,10 @@ def _source(piece: Piece, tensor: torch.Tensor) -> torch.Tensor:
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
     if pinned:
         return torch.zeros(max(size, 1), dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, max(size, 1))
+    # Private, and kept from children: one that is forked while the buffer is in use would have each
+    # of its pages copied at the next save. Large pages, since the device pins every page it reads.
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
+        with suppress(AttributeError, OSError):  # advice: not every system has it
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=torch.uint8).zero_()

@@ -57,7 +57,7 @@ def open_storage(uri: str, options: StorageOptions | None = None) -> Storage:
 
 def _directory(root: Path, options: StorageOptions) -> LocalStorage:
     """Return the storage in a directory, which need not exist but can be no file."""
-    storage = LocalStorage(root, options.key_place)
+    storage = LocalStorage(root, options.key_place, direct_io=options.direct_io)
     for place in (path := Path(storage.uri), *path.parents):
         try:
             mode = place.stat().st_mode

@@ -19,13 +19,15 @@ import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from coherent_ray.digests import Buffer
 from coherent_ray.errors import AlreadyExists, NotFound, StorageError
 from coherent_ray.storage.base import TEMPORARY_PREFIX, Entry, checked_path
+from coherent_ray.storage.direct import Direct, DirectFile
 from coherent_ray.storage.directories import TEMPORARY_NAME, Directories
 from coherent_ray.storage.housekeeping import Temporary
 from coherent_ray.storage.reasons import explained, linked_directory, no_file, refuse_no_file
@@ -41,20 +43,26 @@ _Temporaries = list[Temporary]
 class LocalStorage:
     """A directory; it is made by the first write, and reading an absent one finds nothing."""
 
-    def __init__(self, root: str | Path, key_place: KeyPlace | None = None) -> None:
+    def __init__(
+        self, root: str | Path, key_place: KeyPlace | None = None, *, direct_io: bool = True
+    ) -> None:
         """Name the root; nothing is touched yet.
 
         Args:
             root: The directory; a relative one is taken from the current directory, now.
             key_place: Where the key is found that records are signed with; None: they are not.
+            direct_io: Write large files past the page cache, where the file system takes it.
         """
         self.key_place = key_place
+        self._direct_io = direct_io
+        self._direct = Direct(direct_io)
         self._root = Path(os.path.abspath(root))  # noqa: PTH100 (resolve() would follow links)
         self._directories = Directories(self._root)
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[str, KeyPlace | None]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # What this process knows to be durable is not known elsewhere.
-        return LocalStorage, (str(self._root), self.key_place)
+        make = partial(LocalStorage, direct_io=self._direct_io)
+        return make, (str(self._root), self.key_place)
 
     @property
     def uri(self) -> str:
@@ -184,7 +192,8 @@ class LocalStorage:
     def _new_file(self, path: str) -> LocalWriter:
         *above, name = checked_path(path).split("/")
         with explained(self._where(path)):
-            return LocalWriter(self._directories.open(above, make=True), name, self._where(path))
+            directory = self._directories.open(above, make=True)
+            return LocalWriter(directory, name, self._where(path), self._direct)
 
     @contextmanager
     def _open(self, path: str) -> Iterator[int]:
@@ -236,13 +245,14 @@ class LocalStorage:
 class LocalWriter:
     """A file that is being written under a temporary name in its directory."""
 
-    def __init__(self, directory: int, name: str, where: str) -> None:
+    def __init__(self, directory: int, name: str, where: str, direct: Direct) -> None:
         """Take over a directory's descriptor, and begin the file in it.
 
         Args:
             directory: Descriptor; closed with the writer.
             name: The name that the file gets.
             where: The file's absolute path, for messages.
+            direct: Whether large pieces go past the page cache.
         """
         self._directory = directory
         self._name = name
@@ -261,6 +271,7 @@ class LocalWriter:
         except OSError:
             os.close(directory)
             raise
+        self._pieces = DirectFile(self._file, direct)
 
     def write(self, data: Buffer, /) -> None:
         """Append bytes.
@@ -273,7 +284,7 @@ class LocalWriter:
         rest = memoryview(data).cast("B")
         with explained(self._where):
             while rest:
-                count = os.write(self._file, rest)
+                count = self._write_some(rest)
                 rest = rest[count:]
                 self._written += count
                 self._write_behind()
@@ -327,6 +338,19 @@ class LocalWriter:
         # beside the error that brought us here.
         with suppress(OSError):
             self._close()
+
+    def _write_some(self, rest: memoryview) -> int:
+        """Write at least one byte, unless a file system refused to be written to past its cache."""
+        piece = self._pieces.next_piece(rest, self._written)
+        try:
+            count = os.write(self._file, piece)
+        except OSError as error:
+            if not self._pieces.takes_back(error):
+                raise
+            return 0
+        if count == 0 and not self._pieces.takes_back(None):
+            raise OSError(errno.EIO, "the file system wrote nothing, and said nothing")
+        return count
 
     def _write_behind(self) -> None:
         """Let the device begin with what was written, so that the sync at the end has little left.

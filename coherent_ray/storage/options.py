@@ -42,6 +42,8 @@ class StorageOptions:
     """How often a request is sent again."""
     backoff_s: float = 0.1
     """Seconds before the first of these; each pause may be twice the one before."""
+    direct_io: bool = True
+    """Directories only: write large files past the page cache, where the file system takes it."""
     key_env: str | None = None
     """Environment variable that holds the key which signs records; for directories too."""
     key_file: str | None = None

@@ -1,6 +1,9 @@
 """A snapshot is this rank's bytes as they were, whatever happens to the tensors afterwards."""
 
+import ctypes
 import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +55,22 @@ def test_later_changes_do_not_reach_it_and_the_buffer_is_reused():
 def test_the_buffer_begins_on_a_page():
     snapshot = Snapshot(layout_of({"w": torch.zeros(10000)}), 0, 3)
     assert snapshot.memory.obj.ctypes.data % mmap.PAGESIZE == 0
+
+
+def test_children_do_not_get_the_buffer():
+    """Else each page of it would be copied at the save after a fork, and kept twice."""
+    tensors = {"w": torch.ones(2**18)}
+    snapshot = Snapshot(layout_of(tensors), 0, 1, pinned=False)
+    snapshot.take(tensors)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(snapshot.memory))
+    flags: dict[int, str] = {}
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first, _, rest = line.partition("-")
+        if re.match(r"[0-9a-f]+ ", rest):
+            mapping = range(int(first, 16), int(rest.split()[0], 16))
+        elif line.startswith("VmFlags:") and address in mapping:
+            flags[address] = line
+    assert " dc" in flags[address]
 
 
 def test_parameters_that_need_gradients_are_copied():

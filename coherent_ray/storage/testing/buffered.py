@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedWriter
 from typing import Any
 
-from coherent_ray.storage import directories, local
+from coherent_ray.storage import direct, directories, local
 
 
 class Buffered:
@@ -105,10 +105,13 @@ def buffered(stand_in: Buffered | None = None) -> Iterator[None]:
     stand_in = stand_in or Buffered()  # one for both: they hand descriptors to each other
     modules: list[Any] = [local, directories]
     before = [module.os for module in modules]
+    past_cache = direct.allowed
     for module in modules:
         module.os = stand_in
+    direct.allowed = False  # Python's buffers lie anywhere in memory
     try:
         yield
     finally:
+        direct.allowed = past_cache
         for module, real in zip(modules, before, strict=True):
             module.os = real
