@@ -34,6 +34,8 @@ from coherent_ray.storage.signing import SigningKey
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
+#: Where the records lie, under the run's root.
+DIRECTORY = "log"
 #: No record is longer; whoever meets a longer file does not read it.
 RECORD_BYTES = 64 * 2**10
 
@@ -116,6 +118,11 @@ _KINDS: dict[type, Kind] = {
     RetireBody: "retire",
     PinBody: "pin",
 }
+
+
+def record_path(seq: int) -> str:
+    """Return where a record lies, relative to the run's root."""
+    return f"{DIRECTORY}/{seq:020d}.json"
 
 
 def kind_of(body: Body) -> Kind:
