@@ -95,6 +95,11 @@ class Checked:
         """Ranks that have not told yet how the shard of the rank before reads, in order."""
         return [rank for rank in range(self.manifest.header.ranks) if rank not in self.read]
 
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has read. Asked at each word, so it takes no time for the others'."""
+        return len(self.read) == self.manifest.header.ranks
+
     def shard_for(self, rank: int) -> ShardRecord:
         """Return the shard that a rank reads: the one of the rank before; of one rank, its own."""
         return self.manifest.shards[(rank - 1) % len(self.manifest.shards)]
@@ -114,8 +119,7 @@ class Checked:
             problems += [f"read back by rank {rank}: {problem}" for problem in word.problems]
         if problems:
             return self._failed(quoted(problems), problems=problems)
-        unread = self.manifest.header.ranks - len(self.read)
-        return None if unread else Verified(self.manifest, dump_manifest(self.manifest))
+        return Verified(self.manifest, dump_manifest(self.manifest)) if self.complete else None
 
     def _failed(self, reason: str, **details: object) -> Fate:
         header = self.manifest.header
