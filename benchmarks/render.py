@@ -204,7 +204,11 @@ def coordinator(result: dict[str, Any]) -> str:
     ]
     lines += [
         f"| {row['generations']:,} | {row['records']:,} | {row['open_latest_ms']:.1f} | "
-        f"{row['read_whole_s']:.1f} | {row['open_attempt_s']:.3f} | {row['append_s']:.3f} |"
+        + (
+            f"{row['read_whole_s']:.1f} | {row['open_attempt_s']:.3f} | {row['append_s']:.3f} |"
+            if "read_whole_s" in row
+            else "not read | | |"
+        )
         for row in result["log"]
     ]
     lines += [
