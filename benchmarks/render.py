@@ -24,6 +24,7 @@ DOCUMENTS = (
     "docs/operations.md",
     "docs/performance.md",
     "docs/protocol.md",
+    "docs/scale.md",
 )
 MARKED = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -257,6 +258,76 @@ def _figure(value: Any) -> str:
     return "" if value is None else f"{value:.2f}"
 
 
+def coordinator(result: dict[str, Any]) -> str:
+    """Return the coordinator at scale as three tables: the machine, the log, the real actor."""
+    lines = [
+        "| ranks | tensors | a word, KB | words a second | last word to publish, s | manifest, MiB "
+        "| read and check it, s | peak memory, MiB |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['ranks']:,} | {row['tensors']:,} | {row['ack_bytes'] / 1000:.1f} | "
+        f"{row['acks_per_s']:,.0f} | {row['last_ack_to_publish_s']:.2f} | "
+        f"{row['manifest_bytes'] / 2**20:.2f} | {row['open_manifest_s']:.2f} | "
+        f"{row['peak_mib']:,.0f} |"
+        for row in result["machine"]
+    ]
+    lines += [
+        "",
+        "| generations | records | open `latest`, ms | read all, s | open an attempt, s "
+        "| append, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['generations']:,} | {row['records']:,} | {row['open_latest_ms']:.1f} | "
+        + (
+            f"{row['read_whole_s']:.1f} | {row['open_attempt_s']:.3f} | {row['append_s']:.3f} |"
+            if "read_whole_s" in row
+            else "not read | | |"
+        )
+        for row in result["log"]
+    ]
+    lines += [
+        "",
+        "| calls that wait in the actor | words a second | last word to its answer, s "
+        "| to the answer of all, s | peak memory, MiB |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['ranks']:,} | {row['acks_per_s']:,.0f} | {row['last_ack_to_publish_s']:.2f} | "
+        f"{row['all_answered_s']:.2f} | {row['peak_mib']:,.0f} |"
+        for row in result["actor"]
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def loading(result: dict[str, Any]) -> str:
+    """Return verified loading as two tables: against raw reads, and against an exchange."""
+    lines = [
+        "| state, MiB | shards | into live tensors, cold / warm | into new memory, cold / warm |",
+        "|---|---|---|---|",
+    ]
+    for row in result["loads"]:
+        cold, warm = row["ratios"]["cold"], row["ratios"]["warm"]
+        lines.append(
+            f"| {row['bytes'] // 2**20:,} | {row['shards']} | {cold['live']:.2f} / "
+            f"{warm['live']:.2f} | {cold['fresh']:.2f} / {warm['fresh']:.2f} |"
+        )
+    lines += [
+        "",
+        "| state, MiB | ranks | each reads all, s, cold / warm "
+        "| each reads a share, exchanged, s |",
+        "|---|---|---|---|",
+    ]
+    for row in result["exchanges"]:
+        cold, warm = row["seconds"]["cold"], row["seconds"]["warm"]
+        lines.append(
+            f"| {row['bytes'] // 2**20:,} | {row['ranks']} | {cold['read']:.2f} / "
+            f"{warm['read']:.2f} | {cold['exchange']:.2f} / {warm['exchange']:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
 MARKS = {"held": "held", "broke": "**broke**", "not applicable": "n/a", "not run": "not run"}
 NOT_THERE = {"verdict": "not run", "seen": "not run yet"}
 
@@ -288,8 +359,10 @@ def gauntlet(result: dict[str, Any]) -> str:
 
 FIGURES = {
     "chaos": chaos,
+    "coordinator": coordinator,
     "fuzz": fuzz,
     "gauntlet": gauntlet,
+    "loading": loading,
     "replay": replay,
     "reduction": reduction,
     "crash_states": crash_states,

@@ -14,8 +14,9 @@ import click
 from coherent_ray import config
 from coherent_ray.cli.output import show_warning
 from coherent_ray.commit.log import HINT, record_path
+from coherent_ray.commit.log_end import read_hint
 from coherent_ray.commit.references import FORMS, parse_reference
-from coherent_ray.commit.traces import log_gone, read_hint
+from coherent_ray.commit.traces import log_gone
 from coherent_ray.config.sections import Checkpoint
 from coherent_ray.errors import ConfigError, NotARun, NotFound
 from coherent_ray.storage import Storage, StorageOptions, open_storage

@@ -23,6 +23,8 @@ from coherent_ray.commit.manifest import (
     dump,
     manifest_path,
 )
+from coherent_ray.commit.packing import dump_manifest
+from coherent_ray.commit.prints import named, tensors_a_print
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.digests import Digest, digest_of
 
@@ -93,21 +95,31 @@ class Checked:
         """Ranks that have not told yet how the shard of the rank before reads, in order."""
         return [rank for rank in range(self.manifest.header.ranks) if rank not in self.read]
 
+    @property
+    def complete(self) -> bool:
+        """Whether every rank has read. Asked at each word, so it takes no time for the others'."""
+        return len(self.read) == self.manifest.header.ranks
+
     def shard_for(self, rank: int) -> ShardRecord:
         """Return the shard that a rank reads: the one of the rank before; of one rank, its own."""
         return self.manifest.shards[(rank - 1) % len(self.manifest.shards)]
 
-    def decide(self) -> Verified | Fate | None:
-        """Return what was read comes to; None: so far all is well, and ranks are missing."""
+    def decide(self, new: int | None = None) -> Verified | Fate | None:
+        """Return what was read comes to; None: so far all is well, and ranks are missing.
+
+        Args:
+            new: The only rank whose word was not looked at before; None: none was.
+        """
         problems: list[str] = []
-        for rank, word in sorted(self.read.items()):
+        words = self.read.items() if new is None else [(new, self.read[new])]
+        for rank, word in sorted(words, key=lambda item: item[0]):
             shard = self.shard_for(rank)
             if (word.rank, word.digest) != (shard.rank, shard.digest):
                 return self._failed(f"rank {rank} read back what it was not asked for", rank=rank)
             problems += [f"read back by rank {rank}: {problem}" for problem in word.problems]
         if problems:
             return self._failed(quoted(problems), problems=problems)
-        return None if self.unread else Verified(self.manifest, dump(self.manifest))
+        return Verified(self.manifest, dump_manifest(self.manifest)) if self.complete else None
 
     def _failed(self, reason: str, **details: object) -> Fate:
         header = self.manifest.header
@@ -128,7 +140,7 @@ class Acknowledged:
 
     def verified(self) -> Verified:
         """Return the next stage, once the storage holds every shard."""
-        return Verified(self.manifest, dump(self.manifest))
+        return Verified(self.manifest, dump_manifest(self.manifest))
 
 
 @dataclass(slots=True)
@@ -149,6 +161,11 @@ class Staged:
     def missing(self) -> list[int]:
         """Ranks whose acknowledgement has not come, in order."""
         return [rank for rank in range(self.ranks) if rank not in self.votes]
+
+    @property
+    def complete(self) -> bool:
+        """Whether none is missing. Asked at each word, so it takes no time for the others'."""
+        return len(self.votes) == self.ranks
 
     def add(self, ack: Acknowledgement) -> Fate | None:
         """Take in one acknowledgement; the same one again changes nothing.
@@ -222,12 +239,20 @@ class Staged:
 
     def _disagreement(self, header: GenerationHeader) -> Fate | None:
         tensors = len(header.layout.tensors)
-        short = [rank for rank, v in sorted(self.votes.items()) if len(v.tensors) != tensors]
+        each = tensors_a_print(tensors, self.ranks)
+        expected = -(-tensors // each)
+        short = [rank for rank, v in sorted(self.votes.items()) if len(v.tensors) != expected]
         if short:
+            of = "of " if each == 1 else f"{each} of "
             return self._failed(
-                f"{name_ranks(short)} did not send one fingerprint for each of {tensors} tensors"
+                f"{name_ranks(short)} did not send one fingerprint for each {of}{tensors} tensors"
             )
-        prints = {rank: (v.fingerprint, v.tensors) for rank, v in self.votes.items()}
+        first = next(iter(self.votes.values()))
+        # Equal prints are one object (`_shared`), which thousands of ranks need not hash again.
+        prints = {
+            rank: (v.fingerprint, None if v.tensors is first.tensors else v.tensors)
+            for rank, v in self.votes.items()
+        }
         groups = groups_of(prints)
         if len(groups) > 1:
             return self._diverged_state(groups, header)
@@ -245,14 +270,16 @@ class Staged:
             for index, mark in enumerate(self.votes[rank].tensors)
             if mark != most.tensors[index]
         ]
-        tensor = header.layout.tensors[min(places)].name if places else None
-        first = f"the first tensor that differs is {tensor!r}" if tensor else "no tensor differs"
+        names = [tensor.name for tensor in header.layout.tensors]
+        words, meant = named(names, min(places), self.ranks) if places else ("", [])
+        first = f"the first tensor that differs is {words}" if meant else "no tensor differs"
         return self._fate(
             "diverged",
             f"{against(groups, 'state')}; {first}",
             ranks=odd,
             groups=groups,
-            tensor=tensor,
+            tensor=meant[0] if meant else None,
+            tensors=meant,
             fingerprints=[self.votes[group[0]].fingerprint for group in groups],
         )
 

@@ -180,7 +180,7 @@ class Coordinator:
         contradiction = stage.add(ack)
         if contradiction is not None:
             return self._refuse(contradiction)
-        if stage.missing:
+        if not stage.complete:
             return []
         decision = stage.decide()
         if isinstance(decision, Fate):
@@ -205,7 +205,12 @@ class Coordinator:
             return []
         if ack.read_back is not None:
             stage.read[ack.rank] = ack.read_back
-        return self._read_so_far(key, stage) if isinstance(stage, Checked) else []
+        if not isinstance(stage, Checked):
+            return []
+        if ack.rank in stage.read:
+            return self._read_so_far(key, stage, ack.rank)
+        # Of those who call, this one alone has not been asked before.
+        return self._ask(stage, [self._waiting[key].pop()])
 
     def _withdrawn(self, key: Key, rank: int, reason: str) -> list[Action]:
         """Settle a generation that a rank cannot complete; later acknowledgements get this fate."""
@@ -238,21 +243,22 @@ class Coordinator:
         self._stages[key] = checked = stage.checked(now)
         return self._read_so_far(key, checked)
 
-    def _read_so_far(self, key: Key, stage: Checked) -> list[Action]:
-        match stage.decide():
+    def _read_so_far(self, key: Key, stage: Checked, new: int | None = None) -> list[Action]:
+        match stage.decide(new):
             case Fate() as fate:
                 return self._refuse(fate)
             case Verified() as verified:
                 return self._write(key, verified)
+            case None if new is None:
+                calls = self._waiting.get(key, [])
+                self._waiting[key] = [call for call in calls if call.rank in stage.read]
+                return self._ask(stage, [call for call in calls if call.rank not in stage.read])
             case None:
-                return self._ask(key, stage)
+                return []
 
-    def _ask(self, key: Key, stage: Checked) -> list[Action]:
+    def _ask(self, stage: Checked, calls: list[Call]) -> list[Action]:
         """Answer the calls of those who must read before they can hear a fate."""
-        calls = self._waiting.get(key, [])
-        asked = [call for call in calls if call.rank not in stage.read]
-        self._waiting[key] = [call for call in calls if call not in asked]
-        return [AskReadBack(call.number, stage.shard_for(call.rank)) for call in asked]
+        return [AskReadBack(call.number, stage.shard_for(call.rank)) for call in calls]
 
     def _write(self, key: Key, verified: Verified) -> list[Action]:
         self._stages[key] = verified

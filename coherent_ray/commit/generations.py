@@ -30,8 +30,8 @@ from coherent_ray.commit.manifest import (
     Manifest,
     ShardRecord,
     generation_directory,
-    load,
 )
+from coherent_ray.commit.packing import load_manifest
 from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.references import Reference, names_generation, parse_reference
 from coherent_ray.commit.verdicts import (
@@ -50,6 +50,7 @@ from coherent_ray.digests import algorithm_of, digest_of
 from coherent_ray.errors import Damage, ManifestDamaged, NotAFile, NotFound, StorageError
 from coherent_ray.storage.base import Entry, Storage
 from coherent_ray.storage.bounded import TooLong, read_bounded
+from coherent_ray.storage.sizes import Sizes
 
 __all__ = [
     "GenerationInfo",
@@ -150,8 +151,10 @@ class Generations:
             StorageError: The storage failed.
         """
         name = reference.rpartition("@")[2]
-        history = self.history()
         wanted = parse_reference(f"@{name}")
+        if names_generation(name) and wanted.number is None and (end := self._end()).latest:
+            return end.latest
+        history = self.history()
         if not names_generation(name):
             raise no_name(name, history)
         if wanted.number is None:
@@ -193,7 +196,7 @@ class Generations:
             what = "the manifest does not hash to the digest that was published"
             raise manifest_damaged(publish, "digest", what)
         try:
-            manifest = load(Manifest, data)
+            manifest = load_manifest(data)
         except LaterFormat as error:
             # Its digest is right, so it is no damage: the one who wrote it can read it.
             raise newer_manifest(publish, str(error)) from error
@@ -203,7 +206,7 @@ class Generations:
         if weak is not None and self._log.keyed:
             what = f"shard {weak.path} is hashed with xxh3_128, which anyone can forge"
             raise manifest_damaged(publish, "unsigned", what)
-        run_id = self._run_id or self.history().run_id
+        run_id = self._run_id or self._end().run_id
         if contradiction := _foreign(publish, manifest.header, run_id):
             raise manifest_damaged(publish, "foreign", contradiction)
         return manifest
@@ -278,11 +281,11 @@ class Generations:
             LogDamaged: The log cannot be trusted.
             StorageError: The storage could not be asked.
         """
-        history = self.history()
+        history = self._end()
         if not history.publishes:
             return None
         skipped: list[Damage] = []
-        for publish in reversed(history.live):
+        for publish in self._log.newest_first(history):
             try:
                 manifest = self.manifest(publish)
                 damages: list[Damage] = list(self._shard_damages(manifest, deep))
@@ -294,13 +297,20 @@ class Generations:
             if on_damage == "refuse":
                 raise refused(publish, damages)
             skipped += damages
-        raise none_whole(history, skipped)
+        raise none_whole(self.history(), skipped)
 
     # --- leaves -----------------------------------------------------------------------------------
 
+    def _end(self) -> History:
+        """Read what the log says of the latest generation, in a time that its length is not in."""
+        history = self._log.read_end()
+        self._run_id = history.run_id
+        return history
+
     def _shard_damages(self, manifest: Manifest, deep: bool) -> Iterator[Damage]:
+        sizes = Sizes(self._storage, manifest.header.directory, len(manifest.shards))
         for shard in manifest.shards:
-            yield from self._shard_damage(manifest, shard, deep)
+            yield from shard_damage(self._storage, manifest.header, shard, deep=deep, sizes=sizes)
 
     def _shard_damage(self, manifest: Manifest, shard: ShardRecord, deep: bool) -> Iterable[Damage]:
         return shard_damage(self._storage, manifest.header, shard, deep=deep)

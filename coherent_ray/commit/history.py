@@ -9,7 +9,7 @@ was published last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from coherent_ray.commit.records import (
@@ -47,6 +47,8 @@ class Standing:
     pins: dict[GenerationKey, bool] = field(default_factory=dict)
     opened: dict[str, AttemptBody] = field(default_factory=dict)
     """By token."""
+    whole: bool = True
+    """Whether it began at the first record: else an old generation may be one not heard of."""
 
     def copy(self) -> Standing:
         """Return an independent copy."""
@@ -58,6 +60,7 @@ class Standing:
             set(self.retired),
             dict(self.pins),
             dict(self.opened),
+            self.whole,
         )
 
     def says(self, body: Body) -> bool:
@@ -118,7 +121,7 @@ class Standing:
 
     def _refuse_mark(self, body: RetireBody | PinBody) -> str | None:
         key = (body.number, body.attempt)
-        if key not in self.published:
+        if key not in self.published and self.whole:
             return f"{body.name} was never published"
         if key in self.retired:
             return f"{body.name} is retired already"
@@ -129,7 +132,11 @@ class Standing:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """Every record from the first up to some point, and what follows from them."""
+    """Every record from the first up to some point, and what follows from them.
+
+    Or of a long log its end alone (`of_end`), which begins at the publish of a live generation:
+    enough to know the attempt, the latest generation and what comes next.
+    """
 
     records: tuple[Record, ...] = ()
     attempts: tuple[AttemptBody, ...] = ()
@@ -137,6 +144,28 @@ class History:
     publishes: tuple[PublishBody, ...] = ()
     """In log order, retired ones too."""
     standing: Standing = field(default_factory=Standing, repr=False, compare=False)
+    omitted: int = 0
+    """Records before the first of these: 0 unless this is the end of a log alone."""
+
+    @classmethod
+    def of_end(cls, records: Sequence[Record], run_id: str) -> History:
+        """Return what the end of a log tells, of which the beginning was not read.
+
+        Args:
+            records: The first one is the publish of a generation that the others do not retire.
+            run_id: Whose log it is.
+
+        Raises:
+            RecordRefused: The first one publishes nothing, or a record does not follow from those
+                before it.
+        """
+        first = records[0]
+        if not isinstance(first.body, PublishBody):
+            raise RecordRefused(first.seq, "it publishes nothing, and a log's end begins with it")
+        standing = Standing(run_id, first.body.attempt, whole=False)
+        standing.apply(first.body)
+        begun = cls((first,), (), (first.body,), standing, first.seq - 1)
+        return begun.extended(records[1:])
 
     @classmethod
     def of(cls, records: Iterable[Record]) -> History:
@@ -150,7 +179,7 @@ class History:
     @property
     def seq(self) -> int:
         """The last record's number; 0 where there is none."""
-        return len(self.records)
+        return self.omitted + len(self.records)
 
     @property
     def run_id(self) -> str | None:
@@ -221,7 +250,7 @@ class History:
         attempts, publishes = list(self.attempts), list(self.publishes)
         previous = all_records[-1].digest if all_records else None
         for record in records:
-            _check_link(record, len(all_records) + 1, previous)
+            _check_link(record, self.omitted + len(all_records) + 1, previous)
             if reason := standing.refusal(record.body):
                 raise RecordRefused(record.seq, reason)
             standing.apply(record.body)
@@ -231,7 +260,9 @@ class History:
             elif isinstance(record.body, PublishBody):
                 publishes.append(record.body)
             previous = record.digest
-        return History(tuple(all_records), tuple(attempts), tuple(publishes), standing)
+        return History(
+            tuple(all_records), tuple(attempts), tuple(publishes), standing, self.omitted
+        )
 
     def _is_retired(self, publish: PublishBody) -> bool:
         return (publish.number, publish.attempt) in self.standing.retired

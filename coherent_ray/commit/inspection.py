@@ -14,6 +14,7 @@ from coherent_ray.commit.manifest import GenerationHeader, ShardRecord
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.errors import NotAFile, NotFound, ShardDamaged, StorageError
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.sizes import Sizes
 
 #: Bytes that are read at a time, whatever the size of a block.
 _PIECE = 4 << 20
@@ -91,7 +92,12 @@ def block_range(shard: ShardRecord, block: int) -> tuple[int, int]:
 
 
 def shard_damage(
-    storage: Storage, header: GenerationHeader, shard: ShardRecord, *, deep: bool
+    storage: Storage,
+    header: GenerationHeader,
+    shard: ShardRecord,
+    *,
+    deep: bool,
+    sizes: Sizes | None = None,
 ) -> list[ShardDamaged]:
     """Return what is wrong with a shard; nothing: it is whole, as far as it was looked at.
 
@@ -100,12 +106,13 @@ def shard_damage(
         header: The generation's.
         shard: One of its shards.
         deep: Read every byte and compare every block's digest; else the size alone.
+        sizes: Of the files in the generation's directory, where several are asked for.
 
     Raises:
         StorageError: The storage could not be asked.
     """
     try:
-        size = storage.size(shard.path)
+        size = sizes.of(shard.path, shard.size) if sizes else storage.size(shard.path)
         if size != shard.size:
             return [_wrong_size(header, shard, size)]
         return list(_bad_blocks(storage, header, shard)) if deep else []

@@ -25,12 +25,16 @@ from __future__ import annotations
 import re
 import threading
 import uuid
+from collections.abc import Iterator
 from contextlib import suppress
 
 from coherent_ray import canonical
+from coherent_ray.commit import log_errors
 from coherent_ray.commit.history import History, RecordRefused
+from coherent_ray.commit.log_end import HINT, end_of, gap_behind, read_hint
 from coherent_ray.commit.manifest import LaterFormat
 from coherent_ray.commit.records import (
+    DIRECTORY,
     RECORD_BYTES,
     AttemptBody,
     Body,
@@ -42,25 +46,24 @@ from coherent_ray.commit.records import (
     decode,
     encode,
     is_signed,
+    record_path,
 )
 from coherent_ray.errors import (
     AlreadyExists,
     ConfigError,
     Fenced,
-    LogDamaged,
-    NewerLog,
     NotAFile,
     NotFound,
-    NotSigned,
     SaveFailed,
     StorageError,
-    WrongRun,
 )
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.bounded import read_bounded
 from coherent_ray.storage.signing import KEY_VARIABLE, key_of
 
 __all__ = [
+    "DIRECTORY",
+    "HINT",
     "AttemptBody",
     "Body",
     "CommitLog",
@@ -72,16 +75,9 @@ __all__ = [
     "record_path",
 ]
 
-DIRECTORY = "log"
-HINT = "latest.json"
 _NAME = re.compile(rf"{DIRECTORY}/([0-9]{{20}})\.json")
 #: How often a number may be both taken and unreadable before the storage is called inconsistent.
 _PATIENCE = 3
-
-
-def record_path(seq: int) -> str:
-    """Return where a record lies, relative to the run's root."""
-    return f"{DIRECTORY}/{seq:020d}.json"
 
 
 class CommitLog:
@@ -125,9 +121,52 @@ class CommitLog:
         history = self._read_on(History(), self._last_listed())
         with self._lock:
             self._require_same(history)
-            if history.seq > self._known.seq:
+            if history.seq > self._known.seq or self._known.omitted:
                 self._known = history
         return history
+
+    def read_end(self) -> History:
+        """Read the log's end, as far back as its latest generation; of a short log all.
+
+        For a reader of the latest generation: it takes the same time however long the log is. What
+        it returns is verified; damage in older records is for `read` to find. What this view knows
+        already is not read again.
+
+        Raises:
+            LogDamaged: As for `read`.
+            StorageError: The storage failed.
+        """
+        with self._lock:
+            known = self._known
+        if known.records:
+            return self.read_on()
+        try:
+            found = end_of(read_hint(self._storage), self._record, self._exists)
+        except NotFound:
+            found = None
+        except RecordRefused as error:
+            raise log_errors.damaged(
+                error.seq, f"the record does not belong here: {error}"
+            ) from error
+        if found is None:
+            return self.read()
+        with self._lock:
+            if not self._known.records:
+                self._known = found
+            return self._known
+
+    def newest_first(self, history: History) -> Iterator[PublishBody]:
+        """Yield the live generations, the newest first; the whole log is read where it must be.
+
+        Args:
+            history: As this view has returned it.
+        """
+        yield from reversed(history.live)
+        if history.omitted:
+            told = {(publish.number, publish.attempt) for publish in history.publishes}
+            for publish in reversed(self.read().live):
+                if (publish.number, publish.attempt) not in told:
+                    yield publish
 
     def confirm(self) -> None:
         """Return if the last record that this view knows is where it was: if this is still the log.
@@ -139,7 +178,7 @@ class CommitLog:
         with self._lock:
             known = self._known
         if not self._stands(known):
-            raise _gone(self._storage, known.seq)
+            raise log_errors.gone(self._storage, known.seq)
 
     def read_on(self) -> History:
         """Read only what was appended since this view last looked; the whole log the first time.
@@ -151,7 +190,7 @@ class CommitLog:
             StorageError: The storage failed.
         """
         with self._lock:
-            self._known = self._refreshed(self._known)
+            self._known = self._refreshed(self._known, whole=False)
             return self._known
 
     def settled(self) -> History:
@@ -223,7 +262,7 @@ class CommitLog:
             StorageError: As for `append`.
         """
         while True:
-            history = self.read()
+            history = self._whole()
             opened = next((a for a in history.attempts if a.token == token), None)
             body = opened or AttemptBody(attempt=history.attempt + 1, run_id=run_id, token=token)
             try:
@@ -255,9 +294,28 @@ class CommitLog:
 
     # --- reading ----------------------------------------------------------------------------------
 
-    def _refreshed(self, known: History, *, stands: bool = False) -> History:
+    def _whole(self) -> History:
+        """Return the whole log; of what this view has read and checked only the end is looked at.
+
+        So a run whose log is long does not read all of it at each restart of its workers.
+        """
+        with self._lock:
+            if self._known.records:
+                self._known = self._refreshed(self._known)
+                if not gap_behind(self._known.seq, self._exists):
+                    return self._known
+        return self.read()
+
+    def _exists(self, seq: int) -> bool:
+        try:
+            self._storage.size(record_path(seq))
+        except NotFound:
+            return False
+        return True
+
+    def _refreshed(self, known: History, *, stands: bool = False, whole: bool = True) -> History:
         # The first look is a whole one, so that a gap is found; later ones read what is new.
-        if stands or self._stands(known):
+        if not (known.omitted and whole) and (stands or self._stands(known)):
             return self._read_on(known, known.seq if known.records else self._last_listed())
         found = self._read_on(History(), self._last_listed())
         self._require_same(found)
@@ -270,9 +328,9 @@ class CommitLog:
         elsewhere (a file server's) may have taken it, and nobody has answered by it.
         """
         known = self._known
-        sure = known.records[: max(self._settled, known.seq - 1)]
-        if found.records[: len(sure)] != sure:
-            raise _gone(self._storage, known.seq)
+        sure = known.records[: max(self._settled, known.seq - 1) - known.omitted]
+        if found.records[known.omitted :][: len(sure)] != sure:
+            raise log_errors.gone(self._storage, known.seq)
 
     def _stands(self, known: History) -> bool:
         """Whether the last record of a history is in the storage; an empty one's always is."""
@@ -290,7 +348,7 @@ class CommitLog:
         with suppress(StorageError):  # who cannot look has seen nothing that is wrong
             if self._stands(known):
                 return
-            raise _gone(self._storage, known.seq)
+            raise log_errors.gone(self._storage, known.seq)
 
     def _last_listed(self) -> int:
         names = (_NAME.fullmatch(entry.path) for entry in self._storage.list(DIRECTORY))
@@ -302,25 +360,41 @@ class CommitLog:
         while True:
             seq = history.seq + len(records) + 1
             try:
-                data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
-                records.append(decode(data, self._key))
-                self._signed = self._signed or is_signed(data)
-            except NotAFile as error:
-                raise _damaged(seq, f"the record is damaged: {error.what}") from error
+                records.append(self._record(seq))
             except NotFound:
                 if seq <= at_least:
-                    raise _damaged(seq, "the record is missing, but later ones exist") from None
+                    raise log_errors.damaged(
+                        seq, "the record is missing, but later ones exist"
+                    ) from None
                 break
-            except WrongSignature as error:
-                raise _not_signed(seq, str(error)) from error
-            except LaterFormat as error:
-                raise _newer(seq, str(error)) from error
-            except ValueError as error:
-                raise _damaged(seq, f"the record is damaged: {error}") from error
         try:
             return history.extended(records)
         except RecordRefused as error:
-            raise _damaged(error.seq, f"the record does not belong here: {error}") from error
+            raise log_errors.damaged(
+                error.seq, f"the record does not belong here: {error}"
+            ) from error
+
+    def _record(self, seq: int) -> Record:
+        """Read one record and check it by itself.
+
+        Raises:
+            NotFound: There is none.
+            LogDamaged: It is damaged.
+            StorageError: The storage failed.
+        """
+        try:
+            data = read_bounded(self._storage, record_path(seq), RECORD_BYTES)
+            record = decode(data, self._key)
+        except NotAFile as error:
+            raise log_errors.damaged(seq, f"the record is damaged: {error.what}") from error
+        except WrongSignature as error:
+            raise log_errors.not_signed(seq, str(error)) from error
+        except LaterFormat as error:
+            raise log_errors.newer(seq, str(error)) from error
+        except ValueError as error:
+            raise log_errors.damaged(seq, f"the record is damaged: {error}") from error
+        self._signed = self._signed or is_signed(data)
+        return record
 
     # --- writing ----------------------------------------------------------------------------------
 
@@ -354,14 +428,16 @@ class CommitLog:
         known = self._known
         self._require_key()
         if known.attempt > attempt:
-            raise _fenced(attempt, known)
+            raise log_errors.fenced(attempt, known)
         if isinstance(body, AttemptBody):
             if known.run_id not in {None, body.run_id}:
-                raise _wrong_run(str(known.run_id), body.run_id)
+                raise log_errors.wrong_run(str(known.run_id), body.run_id)
             if known.attempt == attempt:
-                raise _fenced(attempt, known)
+                raise log_errors.fenced(attempt, known)
         elif known.attempt < attempt:
-            raise _damaged(known.seq + 1, f"the record that opened attempt {attempt} is gone")
+            raise log_errors.damaged(
+                known.seq + 1, f"the record that opened attempt {attempt} is gone"
+            )
         if reason := known.refusal(body):
             if isinstance(body, PublishBody):
                 raise SaveFailed(reason, where=body.name)
@@ -407,68 +483,3 @@ class CommitLog:
             return self._storage.read(path, 0, RECORD_BYTES + 1)
         except NotFound:
             return None
-
-
-def _gone(storage: Storage, seq: int) -> LogDamaged:
-    return LogDamaged(
-        "the last record that was read here before is not here any more",
-        where=f"{storage.uri}/{record_path(seq)}",
-        remedy="See whether the file system of the run is mounted; if it is, put the records back "
-        "from a copy of the run.",
-        details={"readable_until": 0},
-    )
-
-
-def _damaged(seq: int, what: str) -> LogDamaged:
-    return LogDamaged(
-        what,
-        where=record_path(seq),
-        remedy=f"Put the file back from a copy of the run{_readable(seq - 1)}.",
-        details={"readable_until": seq - 1},
-    )
-
-
-def _readable(until: int) -> str:
-    """Return in words which records are not in question, to go on a sentence."""
-    if until < 2:
-        return "; record 1 can be read" if until else ""
-    return f"; records 1 to {until} can be read"
-
-
-def _not_signed(seq: int, what: str) -> NotSigned:
-    return NotSigned(
-        what,
-        where=record_path(seq),
-        remedy="A run is signed from its first record on, with one key, or not at all. If the key "
-        "is right, somebody else wrote this: put the log back from a copy that you trust.",
-        details={"readable_until": seq - 1},
-    )
-
-
-def _newer(seq: int, what: str) -> NewerLog:
-    return NewerLog(
-        what,
-        where=record_path(seq),
-        remedy="Use the version of coherent-ray that wrote it. If only this version was ever used "
-        f"here, the file is damaged: put it back from a copy of the run{_readable(seq - 1)}.",
-        details={"readable_until": seq - 1},
-    )
-
-
-def _fenced(attempt: int, history: History) -> Fenced:
-    current = history.attempt
-    return Fenced(
-        f"attempt {attempt} is over: attempt {current} has opened",
-        where=f"run {history.run_id}",
-        remedy="Let this process end; the later attempt goes on from what is published.",
-        details={"attempt": attempt, "current": current},
-    )
-
-
-def _wrong_run(stored: str, wanted: str) -> WrongRun:
-    return WrongRun(
-        f"the log belongs to run {stored!r}, not to run {wanted!r}",
-        where=DIRECTORY,
-        remedy="Give each run a root of its own, or name the run that is stored here.",
-        details={"stored": stored, "wanted": wanted},
-    )

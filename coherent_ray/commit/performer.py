@@ -22,7 +22,7 @@ from coherent_ray.commit.events import (
     WriteManifest,
 )
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord
+from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord, generation_directory
 from coherent_ray.errors import (
     AlreadyExists,
     CoherentRayError,
@@ -32,6 +32,7 @@ from coherent_ray.errors import (
     StorageError,
 )
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.sizes import Sizes
 
 
 def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | None:
@@ -47,7 +48,8 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
     """
     match action:
         case CheckShards(key, shards):
-            problems = (_problem(storage, shard) for shard in shards)
+            sizes = Sizes(storage, generation_directory(key.number, key.attempt), len(shards))
+            problems = (_problem(sizes, shard) for shard in shards)
             return ShardsChecked(key, tuple(text for text in problems if text))
         case WriteManifest():
             return _write_manifest(action, storage)
@@ -58,10 +60,10 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
             return None
 
 
-def _problem(storage: Storage, shard: ShardRecord) -> str:
+def _problem(sizes: Sizes, shard: ShardRecord) -> str:
     where = f"shard {shard.path} of rank {shard.rank}"
     try:
-        size = storage.size(shard.path)
+        size = sizes.of(shard.path, shard.size)
     except NotFound:
         return f"{where} is missing"
     except Exception as error:

@@ -34,6 +34,8 @@ from coherent_ray.storage.signing import SigningKey
 
 _STRICT = ConfigDict(strict=True, extra="forbid")
 
+#: Where the records lie, under the run's root.
+DIRECTORY = "log"
 #: No record is longer; whoever meets a longer file does not read it.
 RECORD_BYTES = 64 * 2**10
 
@@ -118,6 +120,11 @@ _KINDS: dict[type, Kind] = {
 }
 
 
+def record_path(seq: int) -> str:
+    """Return where a record lies, relative to the run's root."""
+    return f"{DIRECTORY}/{seq:020d}.json"
+
+
 def kind_of(body: Body) -> Kind:
     """Return the kind of record that a body makes."""
     return _KINDS[type(body)]
@@ -192,9 +199,11 @@ def decode(data: bytes, key: SigningKey | None = None) -> Record:
     _check_signature(value, key)
     if type(value["format"]) is not int or value["format"] != FORMAT:
         raise ValueError(f"it has format {canonical.shown(value['format'])}, not {FORMAT}")
-    if canonical.dump(value) != data:
-        raise ValueError("it is not canonical JSON")
     inner = canonical.dump(value["record"])
+    # The record is most of it, and is needed by itself: it is not made canonical twice.
+    rest = canonical.dump({**value, "record": None})
+    if data != rest.replace(b',"record":null', b',"record":' + inner, 1):
+        raise ValueError("it is not canonical JSON")
     if digest_of(inner) != value["digest"]:
         raise ValueError("the record does not hash to the digest beside it")
     try:

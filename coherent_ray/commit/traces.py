@@ -21,19 +21,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
-from coherent_ray import canonical
 from coherent_ray.commit.history import History
 from coherent_ray.commit.inventory import generation_of, item_of
-from coherent_ray.commit.log import DIRECTORY, HINT, CommitLog
-from coherent_ray.errors import LogDamaged, NotFound
+from coherent_ray.commit.log import DIRECTORY, CommitLog
+from coherent_ray.commit.log_end import HINT, read_hint
+from coherent_ray.errors import LogDamaged
 from coherent_ray.storage.base import Storage
-from coherent_ray.storage.bounded import read_bounded
 from coherent_ray.storage.housekeeping import Foldered
 
 #: Where files lie that only a run with a log can have made.
 _MADE_LATER = ("generations", "receipts", "holds")
-#: A longer hint is not read, and hints nothing.
-_HINT_BYTES = 64 * 2**10
 #: Files of generations that are looked at where a storage cannot name directories alone.
 _FILES = 10_000
 #: Places that a message names before it only counts them.
@@ -116,15 +113,6 @@ def read_whole(storage: Storage, log: CommitLog | None = None) -> History:
     if damage := traces.damage(history) or (None if history.records else log_gone(storage)):
         raise damage
     return history
-
-
-def read_hint(storage: Storage) -> dict[str, object]:
-    """Return what `latest.json` says; nothing where it is missing or torn."""
-    try:
-        hint = canonical.load(read_bounded(storage, HINT, _HINT_BYTES))
-    except (NotFound, ValueError):
-        return {}
-    return hint if isinstance(hint, dict) else {}
 
 
 def cut_off(hint: Mapping[str, Any], history: History) -> LogDamaged | None:

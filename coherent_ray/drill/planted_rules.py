@@ -90,12 +90,12 @@ def _at_every_word(original: Callable[..., list[Action]]) -> Callable[..., list[
     return repeated
 
 
-def _none_missing(original: Any) -> property:
-    return property(lambda stage: [])
+def _all_there(original: Any) -> property:
+    return property(lambda stage: True)
 
 
 def _all_well(original: Callable[..., Any]) -> Callable[[Checked], Verified | Fate | None]:
-    def decide(stage: Checked) -> Verified | Fate | None:
+    def decide(stage: Checked, new: int | None = None) -> Verified | Fate | None:
         read = {rank: replace(word, problems=()) for rank, word in stage.read.items()}
         result: Verified | Fate | None = original(replace(stage, read=read))
         return result
@@ -154,7 +154,7 @@ RULES: tuple[Rule, ...] = (
         "the manifest does not wait for the last read-back",
         "nothing_is_written_down_unread",
         Bounds(attempts=1, crashes=0, losses=0, doubles=0, reads_back=True),
-        ((Checked, "unread", _none_missing),),
+        ((Checked, "complete", _all_there),),
     ),
     Rule(
         "what was read back is not looked at",

@@ -5,7 +5,7 @@ The first read is the verification. What fails is named exactly: shard, block, b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from coherent_ray.commit.inspection import absence, is_lost
@@ -15,6 +15,7 @@ from coherent_ray.errors import NotFound, ShardDamaged, StorageError
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import FlatState
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.sizes import Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,18 @@ class ShardReader:
         if len(self._header) != record.header_bytes or record.block_bytes % CUT_ALIGNMENT:
             raise self.damage("the manifest describes a shard that this format cannot be")
 
-    def check_size(self) -> None:
+    def check_size(self, sizes: Sizes | None = None) -> None:
         """Check that the file is there, with the size that the manifest says.
+
+        Args:
+            sizes: Of the files in the generation's directory, where several are looked at.
 
         Raises:
             ShardDamaged: It is not.
         """
+        path, expected = self.record.path, self.record.size
         try:
-            size = self._storage.size(self.record.path)
+            size = sizes.of(path, expected) if sizes else self._storage.size(path)
         except NotFound as error:
             raise self.damage(f"the shard {absence(error)[1]}") from error
         if size != self.record.size:
@@ -170,6 +175,18 @@ class FlatReader:
 def readers_of(storage: Storage, manifest: Manifest, flat: FlatState) -> list[ShardReader]:
     """Return a reader for each shard of a generation, in order of rank."""
     return [ShardReader(storage, flat, record) for record in manifest.shards]
+
+
+def check_sizes(storage: Storage, readers: Sequence[ShardReader]) -> None:
+    """Check that all files are there, with the sizes that their manifest says.
+
+    Raises:
+        ShardDamaged: One is not; the first one in order.
+    """
+    if readers:
+        sizes = Sizes(storage, readers[0].record.path.rpartition("/")[0], len(readers))
+        for reader in readers:
+            reader.check_size(sizes)
 
 
 def _listed(names: list[str]) -> str:

@@ -32,7 +32,7 @@ from coherent_ray.digests import (
     new_hasher,
 )
 from coherent_ray.errors import ConfigError
-from coherent_ray.state.blocks import FlatReader, longest_block, readers_of
+from coherent_ray.state.blocks import FlatReader, check_sizes, longest_block, readers_of
 from coherent_ray.state.flat import from_bytes
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, check_tensors
@@ -150,8 +150,7 @@ def load_state(
         return dict(target)
     live = LiveTensors(flat, target) if target is not None else None
     readers = readers_of(storage, manifest, flat)
-    for reader in readers:
-        reader.check_size()
+    check_sizes(storage, readers)
     # Memory only for what is there: a manifest may tell of any size.
     sink = live or NewTensors(flat)
     tasks = [(reader, block) for reader in readers for block in reader.all_blocks()]
@@ -185,8 +184,7 @@ def load_rows(
     flat = FlatState(manifest.header.layout)
     for name in rows:
         flat.find(name)
-    for reader in readers_of(storage, manifest, flat):
-        reader.check_size()
+    check_sizes(storage, readers_of(storage, manifest, flat))
     boxes = {spec.name: _box(spec, rows.get(spec.name)) for spec in flat.layout.tensors}
     _load_boxes(storage, manifest, flat, boxes)
     return {name: box.target for name, box in boxes.items()}
@@ -248,8 +246,7 @@ def _load_boxes(
 ) -> None:
     sink = Boxes(flat, boxes)
     tasks = sink.blocks(readers_of(storage, manifest, flat))
-    for reader in {id(reader): reader for reader, _ in tasks}.values():
-        reader.check_size()
+    check_sizes(storage, list({id(reader): reader for reader, _ in tasks}.values()))
     fill(sink, tasks, longest_block(manifest))
 
 

@@ -333,7 +333,8 @@ def build_model(task: Task, plan: Plan) -> torch.nn.Module:
 
 
 def _history(storage: Storage, log: CommitLog, request: Request) -> History:
-    history = log.read()
+    # The coordinator has read all of it when it opened the attempt, which must be in this end.
+    history = log.read_end()
     if history.run_id != request.run_id:
         raise AdmissionRefused(
             f"the log under this root is of run {history.run_id!r}, not of {request.run_id!r}",
@@ -378,7 +379,7 @@ def _select(  # noqa: PLR0917
     generations = Generations(storage, log)
     skipped: list[Damage] = []
     found_here: list[str] = []
-    for publish in reversed(history.live):
+    for publish in log.newest_first(history):
         if publish.name in damaged:
             skipped.append(
                 ManifestDamaged("another rank found it damaged", where=publish.name, remedy="")

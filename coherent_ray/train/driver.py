@@ -168,7 +168,7 @@ class Driver:
     def _as_published(self, before: Preflight) -> Preflight:
         """Return what is known of the run, with what the log now says of it."""
         storage = open_storage(self._config.run.root, self._config.storage.options)
-        latest = CommitLog(storage).read().latest
+        latest = CommitLog(storage).read_end().latest
         if latest is None:
             return before
         return replace(before, done=latest.update, latest=latest.name)

@@ -20,6 +20,7 @@ from coherent_ray.commit.records import PublishBody
 from coherent_ray.commit.verdicts import none_whole, refused
 from coherent_ray.errors import Damage, ManifestDamaged
 from coherent_ray.storage.base import Storage
+from coherent_ray.storage.sizes import Sizes
 
 #: Bytes of state that are read at any start: about a second.
 SOON_READ = 2**30
@@ -99,5 +100,6 @@ def _look(
 
 
 def _damages(storage: Storage, manifest: Manifest, *, deep: bool) -> Iterator[Damage]:
+    sizes = Sizes(storage, manifest.header.directory, len(manifest.shards))
     for shard in manifest.shards:
-        yield from shard_damage(storage, manifest.header, shard, deep=deep)
+        yield from shard_damage(storage, manifest.header, shard, deep=deep, sizes=sizes)

@@ -30,6 +30,7 @@ from coherent_ray.commit.manifest import (
     GenerationHeader,
     ShardRecord,
 )
+from coherent_ray.commit.prints import prints_of
 from coherent_ray.commit.read_back import Reply, Request, read_back
 from coherent_ray.commit.timings import PARTS, About, Timings
 from coherent_ray.config.sections import Checkpoint
@@ -401,7 +402,7 @@ class Saver:
             shard=shard,
             header_digest=digest_of(records.dump(header)),
             fingerprint=boundary.prints.digest,
-            tensor_fingerprints=boundary.prints.tensors,
+            tensor_fingerprints=prints_of(boundary.prints.tensors, header.ranks),
             header=header if self._rank == 0 else None,
             timings=Timings(**{n: flight.times[n] for n in PARTS}, about=boundary.about),
         )
@@ -413,7 +414,11 @@ class Saver:
         others know to be published.
         """
         try:
-            history = CommitLog(self._storage).read()
+            log = CommitLog(self._storage)
+            history = log.read_end()
+            newest = history.standing.newest
+            if newest and (newest.attempt, newest.number) > (header.attempt, header.number):
+                history = log.read()  # it may lie before the end
         except CoherentRayError:
             return None
         body = history.publish_of(header.number, header.attempt)
