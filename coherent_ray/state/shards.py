@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -34,6 +35,7 @@ from coherent_ray.state.blocks import FlatReader, longest_block, readers_of
 from coherent_ray.state.flat import from_bytes
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, check_tensors
+from coherent_ray.state.reuse import Known, Plan, plan
 from coherent_ray.state.sharded import first_item_here, here, is_distributed
 from coherent_ray.state.sinks import Box, Boxes, LiveTensors, NewTensors, fill
 from coherent_ray.storage.base import Storage
@@ -55,6 +57,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
     algorithm: Algorithm = SHARD_ALGORITHM,
     block_bytes: int = BLOCK_BYTES,
     hooks: Hooks | None = None,
+    known: Known | None = None,
 ) -> ShardRecord:
     """Write one rank's shard; it is durable when the call returns.
 
@@ -71,6 +74,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         block_bytes: Bytes hashed as one; a multiple of 16.
         hooks: Called at ``shard:begun``, ``shard:half-written``, ``shard:unsynced`` and
             ``shard:written``.
+        known: What need not be written where it is as it was; None: all is written.
 
     Raises:
         ConfigError: `block_bytes` is not a positive multiple of 16.
@@ -88,7 +92,17 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         raise ValueError(f"rank {rank} of {ranks} owns {stop - start} bytes, not {len(memory)}")
     header = header_of(FlatState(layout), start, stop)
     path = shard_path(directory, rank, ranks)
-    blocks = _write_and_hash(storage, path, (header, memory), algorithm, block_bytes, hooks)
+    parts = header, memory
+    digests: dict[int, str] = {}
+    planned = None
+    if known is not None and len(header) + len(memory) == known.shard.size:
+        of_block = partial(_hash_block, parts, algorithm, block_bytes)
+        planned = plan(known, of_block, digests)
+    if planned is not None:
+        _write_runs(storage, path, planned, parts, hooks)
+        blocks = planned.digests
+    else:
+        blocks = _write_and_hash(storage, path, parts, algorithm, block_bytes, hooks, digests)
     return ShardRecord(
         rank=rank,
         path=path,
@@ -100,6 +114,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         block_bytes=block_bytes,
         blocks=tuple(blocks),
         digest=digest_of(b"".join(map(bytes.fromhex, blocks)), algorithm),
+        reuse=planned.reuse if planned else None,
     )
 
 
@@ -242,13 +257,14 @@ def _write_and_hash(  # noqa: PLR0917
     algorithm: Algorithm,
     block_bytes: int,
     hooks: Hooks | None,
+    digests: Mapping[int, str],
 ) -> list[str]:
-    """Return the blocks' digests, in hex."""
+    """Write a shard whole, and return its blocks' digests in hex; some may be known already."""
     given_up = threading.Event()
     size = len(parts[0]) + len(parts[1])
     edges = [*range(0, size, block_bytes), size]
     with ThreadPoolExecutor(1, "coherent-ray-hash") as pool:
-        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up)
+        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up, digests)
         try:
             with storage.open_writer(path) as writer:
                 _call(hooks, "shard:begun")
@@ -267,21 +283,51 @@ def _write_and_hash(  # noqa: PLR0917
         return hashing.result()
 
 
+def _write_runs(
+    storage: Storage,
+    path: str,
+    planned: Plan,
+    parts: tuple[bytes, memoryview],
+    hooks: Hooks | None,
+) -> None:
+    """Write the file of a shard that is not written whole."""
+    with storage.open_writer(path) as writer:
+        _call(hooks, "shard:begun")
+        writer.write(planned.header)
+        for first, last in planned.written:
+            for view in _views(parts, first, last):
+                writer.write(view)
+        _call(hooks, "shard:half-written")
+        _call(hooks, "shard:unsynced")
+        writer.finish()
+    _call(hooks, "shard:written")
+
+
 def _hash_blocks(
     parts: tuple[bytes, memoryview],
     edges: list[int],
     algorithm: Algorithm,
     given_up: threading.Event,
+    digests: Mapping[int, str],
 ) -> list[str]:
     result = []
-    for first, last in pairwise(edges):
+    for block in range(len(edges) - 1):
         if given_up.is_set():
             break
-        hasher = new_hasher(algorithm)
-        for view in _views(parts, first, last):
-            hasher.update(view)
-        result.append(hasher.hexdigest())
+        found = digests.get(block)
+        result.append(found or _hash_block(parts, algorithm, edges[1] - edges[0], block))
     return result
+
+
+def _hash_block(
+    parts: tuple[bytes, memoryview], algorithm: Algorithm, block_bytes: int, block: int
+) -> str:
+    size = len(parts[0]) + len(parts[1])
+    first = block * block_bytes
+    hasher = new_hasher(algorithm)
+    for view in _views(parts, first, min(first + block_bytes, size)):
+        hasher.update(view)
+    return hasher.hexdigest()
 
 
 def _views(parts: tuple[bytes, memoryview], first: int, last: int) -> Iterator[memoryview]:

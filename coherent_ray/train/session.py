@@ -374,6 +374,7 @@ class Session:
             self._line,
             self._hook,
             log=admitted.log,
+            previous=admitted.previous,
         )
         self.boundaries = Boundaries(admitted, saver, self.chain)
         self.progress = Progress(
