@@ -9,6 +9,11 @@ no more than before: so a few blocks, spread over the shard, are looked at first
 them is as it was, the shard is written whole, while the rest is being hashed. Else all is hashed
 first, since the file's header says what is in it. What would save little is not worth that a
 generation depends on another one.
+
+Small adapters lie scattered among large weights, so a block that has changed may have changed in a
+few places only. Its *grains* are hashed as well, and kept in this process: when it changes again,
+no more of it is written than the grains that have. Where nothing is as it was, a few blocks' grains
+are hashed too, so that this is found out when every block holds a part of an adapter.
 """
 
 from __future__ import annotations
@@ -16,8 +21,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from functools import partial
+from operator import eq
 
 from coherent_ray.commit.manifest import GenerationHeader, ShardRecord, StateLayout
 from coherent_ray.commit.partial_files import header_of_runs
@@ -26,12 +32,20 @@ from coherent_ray.digests import Algorithm
 
 #: Blocks that are hashed to see whether anything is as it was.
 SAMPLE = 16
+#: Of each so many of these the grains too, where the block has changed.
+_EVERY = 4
 #: Earlier files that one shard refers to at most; what lies in others is written again, the file
 #: of which least is needed first. So no old file is kept for a few of its bytes for long.
 FILES = 8
+#: Bytes that are compared one by one in a block that has changed.
+GRAIN = 64 * 2**10
 #: A shard is written whole unless this part of it need not be: a sixteenth.
 LEAST = 16
 _THREADS = 2
+
+
+Grains = dict[int, list[str]]
+"""Digests of the grains, in hex, of those blocks of a shard that have changed lately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +57,7 @@ class Previous:
     ranks: int
     shard: ShardRecord
     """The rank's."""
+    grains: Grains = field(default_factory=dict)
 
     def known(
         self, header: GenerationHeader, algorithm: Algorithm, block_bytes: int, generations: int
@@ -62,7 +77,9 @@ class Previous:
             and self.base.number < header.number
             and self.layout == header.layout
         )
-        return Known(self.base, self.shard, header.number - generations) if alike else None
+        if not alike:
+            return None
+        return Known(self.base, self.shard, header.number - generations, self.grains)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +90,10 @@ class Known:
     shard: ShardRecord
     oldest: int
     """Number of the oldest generation whose files may be referred to."""
+    grains: Grains = field(default_factory=dict)
+    """Of the base."""
+    found: Grains = field(default_factory=dict)
+    """Of the new generation; filled by `plan`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,24 +109,32 @@ class Plan:
     reuse: Reuse
 
 
-def previous_of(header: GenerationHeader, shard: ShardRecord) -> Previous:
+def previous_of(
+    header: GenerationHeader, shard: ShardRecord, grains: Grains | None = None
+) -> Previous:
     """Return what the next generation may refer to.
 
     Args:
         header: Of a published generation.
         shard: This rank's of it.
+        grains: `Known.found` of its save; None: no grains are known.
     """
-    return Previous(Base(header.number, header.attempt), header.layout, header.ranks, shard)
+    base = Base(header.number, header.attempt)
+    return Previous(base, header.layout, header.ranks, shard, grains or {})
 
 
-def plan(known: Known, digest: Callable[[int], str], digests: dict[int, str]) -> Plan | None:
-    """Find the blocks that are as they were.
+Hash = Callable[[int, int], str]
+"""Returns the digest, in hex, of some bytes of the new shard: first one, and the one after the
+last. May be called by several threads at once."""
+
+
+def plan(known: Known, digest: Hash, digests: dict[int, str]) -> Plan | None:
+    """Find what is as it was.
 
     Args:
         known: What may be referred to.
-        digest: Returns the digest of a block of the new shard, in hex; may be called by several
-            threads at once.
-        digests: Takes the digests that were found out, by block.
+        digest: Hashes the new shard.
+        digests: Takes the digests of blocks that were found out.
 
     Returns:
         What is to be written; None: all of it.
@@ -113,52 +142,87 @@ def plan(known: Known, digest: Callable[[int], str], digests: dict[int, str]) ->
     record = known.shard
     places = Places(record)
     kept = {file.path for file in record.files if file.key[0] >= known.oldest}
-    candidates = [
-        block
-        for block in range(len(record.blocks))
-        if all(piece.path in kept for piece in places.pieces(*record.block_range(block)))
-    ]
-    if not _any_alike(record, candidates, digest, digests):
+
+    def may_stay(first: int, last: int) -> bool:
+        return all(piece.path in kept for piece in places.pieces(first, last))
+
+    count = range(len(record.blocks))
+    # The header is always as it was.
+    sample = [b for b in count if record.block_range(b)[1] > record.header_bytes]
+    sample = [block for block in sample if may_stay(*record.block_range(block))]
+    if (
+        not sample
+    ):  # the time has come to write it whole; what changes next is looked for all the same
+        known.found.update((block, _grains(record, digest, block)) for block in known.grains)
         return None
-    rest = [block for block in range(len(record.blocks)) if block not in digests]
+    if not _any_alike(known, sample, digest, digests):
+        return None
+    rest = [block for block in count if block not in digests]
     with ThreadPoolExecutor(_THREADS, "coherent-ray-hash") as pool:
-        digests |= zip(rest, pool.map(digest, rest), strict=True)
-    alike = [block for block in candidates if digests[block] == record.blocks[block]]
-    return _planned(known, places, _concentrated(record, places, alike), digests)
+        hashed = pool.map(lambda block: digest(*record.block_range(block)), rest)
+        digests |= zip(rest, hashed, strict=True)
+        changed = [block for block in count if digests[block] != record.blocks[block]]
+        if record.block_bytes >= 2 * GRAIN:
+            new = [block for block in changed if block not in known.found]
+            grains = pool.map(partial(_grains, record, digest), new)
+            known.found.update(zip(new, grains, strict=True))
+    known.found.update((b, old) for b, old in known.grains.items() if b not in changed)
+    alike = [unit for unit in _alike(known, set(changed)) if may_stay(*unit)]
+    return _planned(known, places, _concentrated(places, alike), digests)
 
 
-def _any_alike(
-    record: ShardRecord,
-    candidates: list[int],
-    digest: Callable[[int], str],
-    digests: dict[int, str],
-) -> bool:
+def _any_alike(known: Known, candidates: list[int], digest: Hash, digests: dict[int, str]) -> bool:
+    """Look at some blocks, and at the grains of a few of these."""
+    record = known.shard
     count = min(SAMPLE, len(candidates))
     for index in range(count):
         block = candidates[index * len(candidates) // count]
-        digests[block] = digest(block)
+        digests[block] = digest(*record.block_range(block))
         if digests[block] == record.blocks[block]:
             return True
+        if index % _EVERY == 0 and record.block_bytes >= 2 * GRAIN:
+            found = known.found[block] = _grains(record, digest, block)
+            old = known.grains.get(block, ())
+            if sum(map(eq, old, found)) * LEAST > len(found):
+                return True
     return False
 
 
-def _concentrated(record: ShardRecord, places: Places, alike: list[int]) -> set[int]:
-    """Return the blocks of those that lie in the `FILES` files that hold most of them."""
+def _grains(record: ShardRecord, digest: Hash, block: int) -> list[str]:
+    first, last = record.block_range(block)
+    return [digest(at, min(at + GRAIN, last)) for at in range(first, last, GRAIN)]
+
+
+def _alike(known: Known, changed: set[int]) -> Iterator[tuple[int, int]]:
+    """Yield the blocks that are as they were, and such grains of the others; first byte and end."""
+    record = known.shard
+    for block in range(len(record.blocks)):
+        first, last = record.block_range(block)
+        if block not in changed:
+            yield first, last
+            continue
+        pairs = zip(known.grains.get(block, ()), known.found.get(block, ()), strict=False)
+        for index, (old, new) in enumerate(pairs):
+            if old == new:
+                at = first + index * GRAIN
+                yield at, min(at + GRAIN, last)
+
+
+def _concentrated(places: Places, alike: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return what lies in the `FILES` files that hold most of it."""
     held: Counter[str] = Counter()
-    for block in alike:
-        for path, _, size in places.pieces(*record.block_range(block)):
+    for unit in alike:
+        for path, _, size in places.pieces(*unit):
             held[path] += size
     chosen = {path for path, _ in held.most_common(FILES)}
-    return {
-        block
-        for block in alike
-        if all(piece.path in chosen for piece in places.pieces(*record.block_range(block)))
-    }
+    return [unit for unit in alike if all(piece.path in chosen for piece in places.pieces(*unit))]
 
 
-def _planned(known: Known, places: Places, taken: set[int], digests: dict[int, str]) -> Plan | None:
+def _planned(
+    known: Known, places: Places, taken: list[tuple[int, int]], digests: dict[int, str]
+) -> Plan | None:
     record = known.shard
-    spans = list(_spans(record, taken))
+    spans = list(_spans(taken, record.size))
     written = [(first, last) for first, last, is_taken in spans if not is_taken]
     header = header_of_runs(record.start, record.stop, known.base.name, written)
     size = len(header) + sum(last - first for first, last in written)
@@ -182,13 +246,18 @@ def _planned(known: Known, places: Places, taken: set[int], digests: dict[int, s
     return Plan(all_digests, header, written, Reuse(known.base, size, earlier, tuple(runs)))
 
 
-def _spans(record: ShardRecord, taken: set[int]) -> Iterator[tuple[int, int, bool]]:
-    """Yield runs of blocks that are all taken over, or all written: first byte, and the end."""
-    count = len(record.blocks)
-    edges = [b for b in range(1, count) if (b in taken) != (b - 1 in taken)]
-    for first, last in pairwise([0, *edges, count]):
-        yield (
-            first * record.block_bytes,
-            min(last * record.block_bytes, record.size),
-            first in taken,
-        )
+def _spans(taken: list[tuple[int, int]], size: int) -> Iterator[tuple[int, int, bool]]:
+    """Yield all bytes in order, in runs that are taken over or written: first byte, and the end."""
+    at = 0
+    begin = None
+    for first, last in [*taken, (size, size)]:
+        if begin is not None and first > at:
+            yield begin, at, True
+            begin = None
+        if first > at:
+            yield at, first, False
+        if begin is None and first < last:
+            begin = first
+        at = last
+    if begin is not None:
+        yield begin, at, True

@@ -96,8 +96,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
     digests: dict[int, str] = {}
     planned = None
     if known is not None and len(header) + len(memory) == known.shard.size:
-        of_block = partial(_hash_block, parts, algorithm, block_bytes)
-        planned = plan(known, of_block, digests)
+        planned = plan(known, partial(_hash, parts, algorithm), digests)
     if planned is not None:
         _write_runs(storage, path, planned, parts, hooks)
         blocks = planned.digests
@@ -311,21 +310,16 @@ def _hash_blocks(
     digests: Mapping[int, str],
 ) -> list[str]:
     result = []
-    for block in range(len(edges) - 1):
+    for block, (first, last) in enumerate(pairwise(edges)):
         if given_up.is_set():
             break
-        found = digests.get(block)
-        result.append(found or _hash_block(parts, algorithm, edges[1] - edges[0], block))
+        result.append(digests.get(block) or _hash(parts, algorithm, first, last))
     return result
 
 
-def _hash_block(
-    parts: tuple[bytes, memoryview], algorithm: Algorithm, block_bytes: int, block: int
-) -> str:
-    size = len(parts[0]) + len(parts[1])
-    first = block * block_bytes
+def _hash(parts: tuple[bytes, memoryview], algorithm: Algorithm, first: int, last: int) -> str:
     hasher = new_hasher(algorithm)
-    for view in _views(parts, first, min(first + block_bytes, size)):
+    for view in _views(parts, first, last):
         hasher.update(view)
     return hasher.hexdigest()
 

@@ -289,8 +289,10 @@ class Saver:
         header = flight.boundary.header
         fate, size = Fate("failed", header.number, header.attempt, "it was given up"), 0
         shard: ShardRecord | None = None
+        known: Known | None = None
         try:
-            shard = self._write(flight.boundary)
+            known = self._known(header)
+            shard = self._write(flight.boundary, known)
             size = shard.own_file.size
             fate = self._acknowledge(flight, self._word(flight.boundary, shard)) or fate
         except Exception as error:
@@ -298,12 +300,13 @@ class Saver:
             if not flight.given_up:
                 fate = self._published(header) or self._failed(header, error)
         # After a save that failed, for whatever reason, the next one refers to nothing.
-        known = shard is not None and fate.kind == "published"
-        self._previous = previous_of(header, shard) if shard and known else None
+        self._previous = None
+        if shard is not None and fate.kind == "published":
+            self._previous = previous_of(header, shard, known.found if known else None)
         # What was given up is said by whoever gave it up; nobody looks at this fate.
         return flight.saved(fate, size)
 
-    def _write(self, boundary: Boundary) -> ShardRecord:
+    def _write(self, boundary: Boundary, known: Known | None) -> ShardRecord:
         assert self._snapshot is not None
         header = boundary.header
         reach(self._hook, "save:begin")
@@ -322,7 +325,7 @@ class Saver:
             self._options.digest,
             self._options.block_bytes,
             hooks=self._hook,
-            known=self._known(header),
+            known=known,
         )
         reach(self._hook, "save:acknowledge")
         return shard
