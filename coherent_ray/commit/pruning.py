@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import GenerationKey, History
 from coherent_ray.commit.holds import Held, Watch
-from coherent_ray.commit.inspection import shard_damage
+from coherent_ray.commit.inspection import blocks_of, shard_damage
 from coherent_ray.commit.leftovers import Leftovers, survey
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody, RetireBody
@@ -113,6 +113,8 @@ class Pruner:
         self._grace_s = grace_s
         self._whole: set[GenerationKey] = set()
         self._doubted: set[GenerationKey] = set()
+        self._seen: frozenset[int] = frozenset()
+        """Blocks of the generation that was found whole last."""
         self._damaged: dict[str, Damage] = {}  # of the last look
         self.watch = Watch(storage, clock)
         """What was seen of the holds."""
@@ -197,6 +199,8 @@ class Pruner:
         """Read a generation, the first time every byte of it, and say whether it is whole."""
         key = key_of(publish)
         deep = key not in self._whole or key in self._doubted
+        if key in self._doubted:
+            self._seen = frozenset()  # what rots in one file rots in all that refer to it
         self._whole.discard(key)
         try:
             manifest = self._generations.manifest(publish)
@@ -205,10 +209,13 @@ class Pruner:
             return False
         for shard in manifest.shards:
             self._check_stop()
-            if found := shard_damage(self._storage, manifest.header, shard, deep=deep):
+            found = shard_damage(self._storage, manifest.header, shard, deep=deep, seen=self._seen)
+            if found:
                 self._damaged[publish.name] = found[0]
                 return False
         self._whole.add(key)
+        # What the next one refers to was read with this one.
+        self._seen = frozenset(block for shard in manifest.shards for block in blocks_of(shard))
         if deep:
             self._doubted.discard(key)
         return True

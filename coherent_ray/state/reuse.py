@@ -150,9 +150,7 @@ def plan(known: Known, digest: Hash, digests: dict[int, str]) -> Plan | None:
     # The header is always as it was.
     sample = [b for b in count if record.block_range(b)[1] > record.header_bytes]
     sample = [block for block in sample if may_stay(*record.block_range(block))]
-    if (
-        not sample
-    ):  # the time has come to write it whole; what changes next is looked for all the same
+    if not sample:  # all of it is too old; what changes next can be found all the same
         known.found.update((block, _grains(record, digest, block)) for block in known.grains)
         return None
     if not _any_alike(known, sample, digest, digests):
@@ -161,13 +159,13 @@ def plan(known: Known, digest: Hash, digests: dict[int, str]) -> Plan | None:
     with ThreadPoolExecutor(_THREADS, "coherent-ray-hash") as pool:
         hashed = pool.map(lambda block: digest(*record.block_range(block)), rest)
         digests |= zip(rest, hashed, strict=True)
-        changed = [block for block in count if digests[block] != record.blocks[block]]
+        changed = {block for block in count if digests[block] != record.blocks[block]}
         if record.block_bytes >= 2 * GRAIN:
-            new = [block for block in changed if block not in known.found]
+            new = sorted(changed - known.found.keys())
             grains = pool.map(partial(_grains, record, digest), new)
             known.found.update(zip(new, grains, strict=True))
     known.found.update((b, old) for b, old in known.grains.items() if b not in changed)
-    alike = [unit for unit in _alike(known, set(changed)) if may_stay(*unit)]
+    alike = [unit for unit in _alike(known, changed) if may_stay(*unit)]
     return _planned(known, places, _concentrated(places, alike), digests)
 
 

@@ -28,7 +28,7 @@ from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.shard_records import Base
 from coherent_ray.commit.sharing import Sharing
 from coherent_ray.errors import NotFound, SaveFailed
-from coherent_ray.storage.testing.faults import FaultyStorage
+from coherent_ray.storage.testing.faults import FaultyStorage, flipped
 from coherent_ray.storage.testing.memory import MemoryStorage
 
 
@@ -133,6 +133,27 @@ def test_each_manifest_is_read_once_and_only_where_something_refers() -> None:
         sharing.of(history, {(1, 1)})
     read = [path for verb, path in spy.calls if verb == "read" and "manifest" in path]
     assert read == ["generations/g3-a1/manifest.json", "generations/g4-a1/manifest.json"]
+
+
+def test_what_was_read_with_the_one_before_is_not_read_again() -> None:
+    """Until somebody doubts it: then all of it is."""
+    run = referring(whole=1, more=1)
+    spy = FaultyStorage(run.storage)
+    pruner = Pruner(spy, Policy(1))
+    pruner.prune()
+    run.publish(refers=True)
+    spy.calls.clear()
+    pruner.prune()
+    read = {path for verb, path in spy.calls if verb == "read_into"}
+    assert read == {f"generations/g3-a1/shard-{rank:05d}-of-00002.safetensors" for rank in (0, 1)}
+    assert isinstance(run.storage, MemoryStorage)
+    path = "generations/g1-a1/shard-00000-of-00002.safetensors"
+    run.storage.files[path] = flipped(run.storage.files[path], 3)
+    run.publish(refers=True)
+    pruner.doubt((3, 1))
+    pruner.doubt((4, 1))
+    assert pruner.prune().damaged.keys() == {"g4-a1", "g3-a1"}
+    assert live_names(run.storage) == ["g3-a1", "g4-a1"], "nothing goes in favour of these"
 
 
 # --- the log's rule -------------------------------------------------------------------------------
