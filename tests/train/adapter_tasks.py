@@ -6,7 +6,7 @@ import torch
 from small_run import WIDTH, Tiny
 from torch import Tensor, nn
 
-ROWS = 512
+ROWS = 4096
 
 
 class Adapted(nn.Module):

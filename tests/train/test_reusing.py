@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharded_ranks import run_ranks
 from small_run import (
     Left,
     admit,
@@ -35,6 +36,7 @@ from coherent_ray.digests import digest_of
 from coherent_ray.drill.rehearsal import Life, rehearse
 from coherent_ray.errors import ShardDamaged
 from coherent_ray.state.capture import State
+from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage.testing.memory import MemoryStorage
 
@@ -207,3 +209,21 @@ def test_two_ranks_refer_each_to_their_own(tmp_path: Path) -> None:
     for name in bases(left):
         assert load_state(left.storage, left.manifest(name))
     assert_same_state(left.state(), Left(whole).state())
+
+
+def test_sharded_ranks_refer_each_to_their_own_rows(tmp_path: Path) -> None:
+    """Stopped and resumed; what is put together is what the ranks had in memory."""
+    config = configured(
+        tmp_path, training__strategy="fsdp2", run__claim="statistical", training__updates=4
+    )
+    run_ranks(config, 2, stop_at(2), tmp_path)
+    run_ranks(config, 2, [], tmp_path)
+    left = Left(config)
+    names = list(bases(left))
+    assert list(bases(left).values()) == [None, *names[:-1]]
+    for name in names:
+        manifest = left.manifest(name)
+        state = load_state(left.storage, manifest)
+        assert fingerprint(manifest.header.layout.whole, state).digest == manifest.fingerprint
+    assert manifest.header.layout.parts == 2
+    assert len({file.path for shard in manifest.shards for file in shard.files}) == 4
