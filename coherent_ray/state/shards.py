@@ -1,8 +1,10 @@
 """Shard files: this rank's bytes of the state, streamed, hashed by block, durable; and back.
 
 A shard is an ordinary ``.safetensors`` file (`coherent_ray.state.header`). Its name and its bytes
-follow from layout, rank and rank count. Any state loads at any rank count, because a reader asks
-for ranges of the flat state and does not care how many files they lie in.
+follow from layout, rank and rank count. Where most of it is as it was in the generation before, the
+file holds what has changed, and the record says where the rest lies (`coherent_ray.state.reuse`).
+Any state loads at any rank count, because a reader asks for ranges of the flat state and does not
+care how many files they lie in.
 """
 
 from __future__ import annotations
@@ -293,10 +295,14 @@ def _write_runs(
     with storage.open_writer(path) as writer:
         _call(hooks, "shard:begun")
         writer.write(planned.header)
-        for first, last in planned.written:
+        half = len(planned.written) // 2
+        for index, (first, last) in enumerate(planned.written):
+            if index == half:
+                _call(hooks, "shard:half-written")
             for view in _views(parts, first, last):
                 writer.write(view)
-        _call(hooks, "shard:half-written")
+        if not planned.written:
+            _call(hooks, "shard:half-written")
         _call(hooks, "shard:unsynced")
         writer.finish()
     _call(hooks, "shard:written")
