@@ -114,7 +114,8 @@ class Pruner:
         self._whole: set[GenerationKey] = set()
         self._doubted: set[GenerationKey] = set()
         self._seen: frozenset[int] = frozenset()
-        """Blocks of the generation that was found whole last."""
+        """Blocks that were read at the last look: what the next generation refers to is in them."""
+        self._found: set[int] = set()
         self._damaged: dict[str, Damage] = {}  # of the last look
         self.watch = Watch(storage, clock)
         """What was seen of the holds."""
@@ -189,9 +190,11 @@ class Pruner:
 
     def _decided(self, history: History, held: Collection[GenerationKey]) -> Plan:
         verdicts: dict[GenerationKey, bool] = {}
+        self._found = set()
         while True:
             decided = plan(history, self._policy, verdicts, held)
             if not isinstance(decided, Unverified):
+                self._seen = frozenset(self._found)
                 return decided
             verdicts[key_of(decided.publish)] = self._is_whole(decided.publish)
 
@@ -200,7 +203,8 @@ class Pruner:
         key = key_of(publish)
         deep = key not in self._whole or key in self._doubted
         if key in self._doubted:
-            self._seen = frozenset()  # what rots in one file rots in all that refer to it
+            # What rots in one file rots in all that refer to it.
+            self._seen, self._found = frozenset(), set()
         self._whole.discard(key)
         try:
             manifest = self._generations.manifest(publish)
@@ -214,8 +218,7 @@ class Pruner:
                 self._damaged[publish.name] = found[0]
                 return False
         self._whole.add(key)
-        # What the next one refers to was read with this one.
-        self._seen = frozenset(block for shard in manifest.shards for block in blocks_of(shard))
+        self._found.update(block for shard in manifest.shards for block in blocks_of(shard))
         if deep:
             self._doubted.discard(key)
         return True

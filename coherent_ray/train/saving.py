@@ -155,7 +155,8 @@ class Saver:
         self._options = options
         self._line = line
         self._hook = hook
-        self._previous = previous  # the thread's, once there is one
+        self._previous = [previous] if previous else []  # the thread's, once there is one
+        """The newest published generations, two at most, if no save has failed since."""
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._pending: Future[Saved] | None = None
@@ -300,9 +301,11 @@ class Saver:
             if not flight.given_up:
                 fate = self._published(header) or self._failed(header, error)
         # After a save that failed, for whatever reason, the next one refers to nothing.
-        self._previous = None
         if shard is not None and fate.kind == "published":
-            self._previous = previous_of(header, shard, known.found if known else None)
+            latest = previous_of(header, shard, known.found if known else None)
+            self._previous = [*self._previous[-1:], latest]
+        else:
+            self._previous = []
         # What was given up is said by whoever gave it up; nobody looks at this fate.
         return flight.saved(fate, size)
 
@@ -332,9 +335,13 @@ class Saver:
 
     def _known(self, header: GenerationHeader) -> Known | None:
         """Return what a generation may refer to; None: it is written whole."""
-        options, previous = self._options, self._previous
-        if previous is None or not options.reuse_generations:
+        options = self._options
+        # Where two are kept, they share no file: what damages one leaves the other whole. So each
+        # refers to the last but one, which is kept until this one is published.
+        back = 1 if options.keep == 1 else 2
+        if len(self._previous) < back or not options.reuse_generations:
             return None
+        previous = self._previous[-back]
         if options.scrub_every_s is not None:
             # A note, and not believed: it may be old. But what is known to be damaged is not used.
             damaged = {name for name, found in read_findings(self._storage).items() if found.faults}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,7 @@ def frozen(seed: int) -> State:
 
 def test_the_next_save_writes_what_has_changed() -> None:
     line = ScriptedLine()
-    one = saver(line, block_bytes=4096)
+    one = saver(line, block_bytes=4096, keep=1)
     sizes = [save(one, number, now=frozen(number)).shard_bytes for number in (1, 2, 3)]
     one.close()
     assert sizes[0] == line.words[0].shard.size > 160_000
@@ -63,6 +64,21 @@ def test_the_next_save_writes_what_has_changed() -> None:
     assert bases == [None, "g1-a1", "g2-a1"]
     (file,) = line.words[2].shard.files[1:]
     assert file.path == line.words[0].shard.path, "not the reference to it"
+
+
+@pytest.mark.parametrize("keep", [None, 2, 5])
+def test_where_two_generations_are_kept_the_newest_two_share_no_file(keep: int | None) -> None:
+    """So a damaged file takes one of them and not both."""
+    line = ScriptedLine()
+    one = saver(line, block_bytes=4096, keep=keep)
+    for number in range(1, 7):
+        save(one, number, now=frozen(number))
+    one.close()
+    bases = [word.shard.reuse and word.shard.reuse.base.name for word in line.words]
+    assert bases == [None, None, "g1-a1", "g2-a1", "g3-a1", "g4-a1"]
+    needed = [{file.path for file in word.shard.files} for word in line.words]
+    for mine, next_one in pairwise(needed):
+        assert not mine & next_one
 
 
 def test_where_the_user_wants_whole_generations_they_are_whole() -> None:
@@ -79,7 +95,7 @@ def test_after_a_save_that_failed_nothing_is_referred_to(trouble: str) -> None:
     """Whether the last one is in the log is not sure, nor what it refers to."""
     line = ScriptedLine(["published", "failed"] if trouble == "failed" else [])
     storage = MemoryStorage()
-    one = saver(line, storage, block_bytes=4096)
+    one = saver(line, storage, block_bytes=4096, keep=1)
     save(one, 1, now=frozen(1))
     line.lost = trouble == "lost"
     assert save(one, 2, now=frozen(2)).fate.kind == "failed"
@@ -94,7 +110,7 @@ def test_after_a_save_that_failed_nothing_is_referred_to(trouble: str) -> None:
 
 def test_another_layout_is_written_whole_as_in_the_middle_of_an_update() -> None:
     line = ScriptedLine()
-    one = saver(line, block_bytes=4096)
+    one = saver(line, block_bytes=4096, keep=1)
     more = State({**frozen(2).tensors, "partial/node-0-1/head": torch.ones(8)}, {})
     for number, now in ((1, frozen(1)), (2, more), (3, frozen(3))):
         save(one, number, now=now)
@@ -104,7 +120,7 @@ def test_another_layout_is_written_whole_as_in_the_middle_of_an_update() -> None
 
 def test_what_a_scrub_has_found_damaged_is_not_referred_to() -> None:
     storage, line = MemoryStorage(), ScriptedLine()
-    one = saver(line, storage, block_bytes=4096, scrub_every_s=60.0)
+    one = saver(line, storage, block_bytes=4096, scrub_every_s=60.0, keep=1)
     save(one, 1, now=frozen(1))
     save(one, 2, now=frozen(2))
     damage = ShardDamaged("a bit", where=line.words[0].shard.path, details={"kind": "block"})
@@ -120,7 +136,7 @@ def test_what_a_scrub_has_found_damaged_is_not_referred_to() -> None:
 def test_the_snapshot_of_a_save_that_refers_is_of_its_boundary() -> None:
     """Values change while it is hashed and written."""
     storage, line = MemoryStorage(), ScriptedLine()
-    one = saver(line, storage, block_bytes=4096)
+    one = saver(line, storage, block_bytes=4096, keep=1)
     save(one, 1, now=frozen(1))
     now = frozen(2)
     one.begin(now, boundary(now, 2), since=0.0)
@@ -142,6 +158,7 @@ def configured(folder: Path, **changes: Any) -> Config:
     settings: dict[str, Any] = {
         "task__factory": "adapter_tasks:Adapter",
         "checkpoint__every_updates": 1,
+        "checkpoint__keep": 1,
         "training__updates": 6,
     }
     return config_for(folder, **(settings | changes))
@@ -155,7 +172,7 @@ def bases(left: Left) -> dict[str, str | None]:
 def test_a_run_that_refers_is_the_same_run_and_writes_a_part_of_it(tmp_path: Path) -> None:
     """Stopped in the middle, resumed, and pruned behind itself."""
     reference = train(configured(tmp_path / "whole", checkpoint__reuse_generations=0))
-    config = configured(tmp_path / "refers", checkpoint__keep=1)
+    config = configured(tmp_path / "refers")
     for wishes in (stop_at(3), []):
         with working(), coordinating(config, retention=Policy(1)) as coordinator:
             coordinator.wishes = list(wishes)
@@ -177,6 +194,30 @@ def test_a_run_that_refers_is_the_same_run_and_writes_a_part_of_it(tmp_path: Pat
     assert part.stat().st_size < 0.6 * whole.stat().st_size
     (verified,) = CommitLog(left.storage).read().live
     assert Generations(left.storage).verify(verified) == []
+
+
+def test_two_that_are_kept_share_nothing_across_a_resume_either(tmp_path: Path) -> None:
+    """One bit in what all odd ones rest on: the newest even one is whole, and is gone on from."""
+    config = configured(tmp_path, checkpoint__keep=2)
+    for wishes in (stop_at(3), []):
+        with working(), coordinating(config, retention=Policy(2)) as coordinator:
+            coordinator.wishes = list(wishes)
+            admit(config, coordinator)
+            run_loop(config, coordinator)
+            assert coordinator.service.upkeep is not None
+            coordinator.call(coordinator.service.upkeep.settled())
+    left = Left(config)
+    expected = {
+        "g1-a1": None, "g2-a1": None, "g3-a1": "g1-a1",
+        "g4-a2": None, "g5-a2": "g3-a1", "g6-a2": "g4-a2",
+    }  # fmt: skip
+    assert bases(left) == expected
+    directories = {path.name for path in (Path(config.run.root) / "generations").iterdir()}
+    assert directories == {"g1-a1", "g4-a2", "g5-a2", "g6-a2"}
+    flip(left.shard("g4-a2"), 9_000)
+    admitted = found(config)
+    assert admitted.selected is not None
+    assert admitted.selected.publish.name == "g5-a2"
 
 
 def test_damage_in_an_old_file_is_passed_over_like_any_other(tmp_path: Path) -> None:
