@@ -31,7 +31,7 @@ from coherent_ray.commit.shard_records import Base, Places, Reuse, Run, StoredFi
 from coherent_ray.digests import Algorithm
 
 #: Blocks that are hashed to see whether anything is as it was.
-SAMPLE = 16
+SAMPLE = 8
 #: Of each so many of these the grains too, where the block has changed.
 _EVERY = 4
 #: Earlier files that one shard refers to at most; what lies in others is written again, the file
