@@ -30,6 +30,8 @@ BOUNDS = (
     Bounds(ranks=1, attempts=2, crashes=1, losses=0, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=2, crashes=0, losses=0, doubles=0, timeouts=0),
     Bounds(ranks=2, attempts=2, crashes=1, losses=1, doubles=1, timeouts=1),
+    Bounds(ranks=1, attempts=2, crashes=0, losses=0, doubles=0, timeouts=0, refers=True, prunes=1),
+    Bounds(ranks=1, attempts=2, crashes=1, losses=0, doubles=0, timeouts=0, refers=True, prunes=2),
 )
 
 

@@ -85,15 +85,15 @@ def crash_states(result: dict[str, Any]) -> str:
 
 def model(result: dict[str, Any]) -> str:
     """Return the explored worlds and the rules that were left out as two tables."""
-    bounds = ("ranks", "attempts", "crashes", "losses", "doubles", "timeouts", "flips")
+    bounds = ("ranks", "attempts", "crashes", "losses", "doubles", "timeouts", "flips", "prunes")
     lines = [
         "| ranks | attempts | deaths | losses | doubled words | time-outs | turned bits | "
-        "read back | worlds | moves | all | broken |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "given up | read back | refers | worlds | moves | all | broken |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for run in result["runs"]:
         counts = " | ".join(str(run[name]) for name in bounds)
-        counts += f" | {'yes' if run['reads_back'] else 'no'}"
+        counts += "".join(f" | {'yes' if run[how] else 'no'}" for how in ("reads_back", "refers"))
         whole = "yes" if run["complete"] else "the nearest"
         broken = run["broken"] or "none"
         lines.append(f"| {counts} | {run['worlds']:,} | {run['moves']:,} | {whole} | {broken} |")

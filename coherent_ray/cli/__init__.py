@@ -17,6 +17,7 @@ from coherent_ray import __version__
 from coherent_ray.cli import (
     diff,
     drill,
+    export,
     inspect,
     launch,
     prove,
@@ -106,6 +107,18 @@ def main() -> None:
     """
 
 
-for _family in (launch, save, inspect, verify, receipts, diff, prune, drill, prove, validate):
+for _family in (
+    launch,
+    save,
+    inspect,
+    verify,
+    receipts,
+    diff,
+    export,
+    prune,
+    drill,
+    prove,
+    validate,
+):
     for _command in _family.COMMANDS:
         main.add_command(_command)

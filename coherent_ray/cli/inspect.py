@@ -236,12 +236,22 @@ def _facts(row: Row, manifest: Manifest) -> list[tuple[str, str]]:
         ("claim", header.claim),
         ("ranks", f"{header.ranks:,}"),
         ("size", size_text(_size(row))),
+        ("refers to", _base_text(manifest)),
         ("state holds", _tensors_text(header.layout)),
         ("fingerprint", manifest.fingerprint),
         ("manifest", f"{publish.manifest} {publish.manifest_digest}"),
         ("log record", record_path(row.info.seq)),
         ("last receipt", header.receipt_tip),
     ]
+
+
+def _base_text(manifest: Manifest) -> str:
+    if manifest.base is None:
+        return "-"
+    written = sum(shard.own_file.size for shard in manifest.shards)
+    files = manifest.files - {shard.path for shard in manifest.shards}
+    many = count_text(len(files), "file")
+    return f"{manifest.base.name}: {many} of earlier generations; {size_text(written)} were written"
 
 
 def _part(header: GenerationHeader) -> str:

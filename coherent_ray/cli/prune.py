@@ -194,6 +194,7 @@ def _joined(first: Pruned, second: Pruned) -> Pruned:
         held=second.held,
         foreign=second.foreign,
         problems=second.problems,
+        shared=second.shared,
         damaged=second.damaged,
     )
 
@@ -219,6 +220,10 @@ def _show(pruned: Pruned, run: str, *, dry_run: bool) -> None:
     show_line(f"{verb} {count_text(len(pruned.deleted), 'file')}, {size_text(pruned.freed)}")
     if pruned.held:
         show_line(f"in the way: {_readers(pruned.held)}; prune again when they are done")
+    if pruned.shared:
+        size = size_text(sum(entry.size for entry in pruned.shared))
+        many = count_text(len(pruned.shared), "file")
+        show_line(f"{many} of retired generations, {size}, stay: kept ones refer to them")
     _show_foreign(pruned.foreign)
     for problem in pruned.problems:
         show_line(f"could not be deleted: {problem}", style="bad")
@@ -253,6 +258,7 @@ def _value(pruned: Pruned) -> dict[str, Any]:
             {"generation": generation_name(*hold.generation), "by": hold.who, "path": hold.path}
             for hold in pruned.held
         ],
+        "shared": [_file(entry) for entry in pruned.shared],
         "foreign": [_file(entry) for entry in pruned.foreign],
         "problems": list(pruned.problems),
     }

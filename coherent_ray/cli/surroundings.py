@@ -15,6 +15,7 @@ from coherent_ray.cli.receipts import read_receipts
 from coherent_ray.commit.extras import Extra, Sort, extras
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.inventory import DIRECTORIES
+from coherent_ray.commit.sharing import Sharing
 from coherent_ray.errors import CoherentRayError, ManifestDamaged, ReceiptsDamaged, StorageError
 from coherent_ray.storage import Storage
 from coherent_ray.storage.base import Entry
@@ -86,7 +87,8 @@ def look_round(storage: Storage, generations: Generations) -> Surroundings:
         in_work = _temporaries(storage)
         history = generations.history()
         unnamed = {e.path for publish in history.live for e in generations.unnamed(publish)}
-        found = [*extras(entries, history, unnamed), *in_work]
+        shared = Sharing(generations).of(history, history.retired)
+        found = [*extras(entries, history, unnamed, shared.paths), *in_work]
         found.sort(key=lambda extra: extra.entry.path)
     except StorageError as error:
         unlisted = error

@@ -10,11 +10,12 @@ append before its time does not type-check. What ranks disagree about is decided
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from coherent_ray.commit.events import Key
 from coherent_ray.commit.fates import Fate, Kind, against, groups_of, name_ranks
 from coherent_ray.commit.manifest import (
+    REUSING_FORMAT,
     Acknowledgement,
     GenerationHeader,
     Manifest,
@@ -76,6 +77,7 @@ class Verified:
                 manifest_size=len(self.data),
                 manifest_digest=digest_of(self.data),
                 receipts=header.receipts,
+                base=self.manifest.base,
             )
         )
 
@@ -296,6 +298,9 @@ class Staged:
         shards = tuple(self.votes[rank].shard for rank in range(self.ranks))
         if len({shard.path for shard in shards}) != len(shards):
             return self._failed("two ranks acknowledged the same shard file")
+        if any(shard.reuse for shard in shards):
+            # What the ranks agree on does not say it: each finds out alone what has not changed.
+            header = replace(header, format=REUSING_FORMAT)
         try:
             manifest = Manifest(header, self.votes[0].fingerprint, shards)
         except ValueError as error:

@@ -49,7 +49,10 @@ class Extra:
 
 
 def extras(
-    entries: Iterable[Entry], history: History, unnamed: Collection[str] = ()
+    entries: Iterable[Entry],
+    history: History,
+    unnamed: Collection[str] = (),
+    shared: Collection[str] = (),
 ) -> Iterator[Extra]:
     """Yield the files that no record leads to.
 
@@ -58,7 +61,9 @@ def extras(
             attempt of each, however busy the run is.
         history: The commit log.
         unnamed: Paths in directories of live generations that their manifests do not name.
+        shared: Paths to which live generations refer, in whatever directory.
     """
+    homes = {path.rpartition("/")[0] for path in shared}
     live = {key_of(publish) for publish in history.live}
     segments = {p.receipts.path for p in history.publishes if p.receipts}
     for entry in entries:
@@ -66,6 +71,9 @@ def extras(
             yield Extra("foreign", entry)
             continue
         if entry.path in segments or _directory_of(entry.path) in live:
+            continue
+        home, _, name = entry.path.rpartition("/")
+        if entry.path in shared or (home in homes and name == "manifest.json"):
             continue
         item = item_of(entry.path)
         sort = "foreign" if item is None else _sort(history, entry.path, item)

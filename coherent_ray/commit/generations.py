@@ -308,7 +308,7 @@ class Generations:
         return history
 
     def _shard_damages(self, manifest: Manifest, deep: bool) -> Iterator[Damage]:
-        sizes = Sizes(self._storage, manifest.header.directory, len(manifest.shards))
+        sizes = Sizes(self._storage, manifest.files)
         for shard in manifest.shards:
             yield from shard_damage(self._storage, manifest.header, shard, deep=deep, sizes=sizes)
 

@@ -117,6 +117,16 @@ class Standing:
         newest = self.newest
         if newest and newest.attempt == body.attempt and newest.number > body.number:
             return f"{body.name} cannot be published after {newest.name}"
+        return self._refuse_base(body)
+
+    def _refuse_base(self, body: PublishBody) -> str | None:
+        """Say why a generation cannot refer to another one's files: they may be gone."""
+        if body.base is None:
+            return None
+        if body.base.key not in self.published:
+            return f"{body.name} refers to {body.base.name}, which was never published"
+        if body.base.key in self.retired:
+            return f"{body.name} refers to {body.base.name}, which is retired"
         return None
 
     def _refuse_mark(self, body: RetireBody | PinBody) -> str | None:

@@ -8,9 +8,11 @@ reached is not: then nobody knows, and the error goes up as it is.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from coherent_ray.commit.manifest import GenerationHeader, ShardRecord
+from coherent_ray.commit.partial_files import header_of_record
+from coherent_ray.commit.shard_records import Places, StoredFile
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.errors import NotAFile, NotFound, ShardDamaged, StorageError
 from coherent_ray.storage.base import Storage
@@ -45,12 +47,12 @@ def tensors_in(header: GenerationHeader, shard: ShardRecord, block: int) -> list
 def tensors_between(
     header: GenerationHeader, shard: ShardRecord, start: int, stop: int
 ) -> list[str]:
-    """Return the names of the tensors that have bytes in a range of a shard's file.
+    """Return the names of the tensors that have bytes in a range of a shard.
 
     Args:
         header: The generation's.
         shard: One of its shards.
-        start: First byte of the file.
+        start: First byte.
         stop: The byte after the last.
     """
     first = max(start - shard.header_bytes, 0)
@@ -86,9 +88,20 @@ def _sharded_between(header: GenerationHeader, rank: int, first: int, last: int)
 
 
 def block_range(shard: ShardRecord, block: int) -> tuple[int, int]:
-    """Return the first byte of a block in the shard's file, and the byte after its last."""
-    start = block * shard.block_bytes
-    return start, min(start + shard.block_bytes, shard.size)
+    """Return the first byte of a block in the shard, and the byte after its last."""
+    return shard.block_range(block)
+
+
+def blocks_of(shard: ShardRecord) -> list[int]:
+    """Return what tells each block of a shard: the same digest at the same place, the same number.
+
+    For one process; no two blocks of others are told alike.
+    """
+    places = Places(shard)
+    return [
+        hash((digest, *places.pieces(*shard.block_range(block))))
+        for block, digest in enumerate(shard.blocks)
+    ]
 
 
 def shard_damage(
@@ -97,27 +110,41 @@ def shard_damage(
     shard: ShardRecord,
     *,
     deep: bool,
+    seen: Collection[int] = (),
     sizes: Sizes | None = None,
 ) -> list[ShardDamaged]:
     """Return what is wrong with a shard; nothing: it is whole, as far as it was looked at.
+
+    Bytes that lie in the file of an earlier generation are looked at there, and that file is named.
 
     Args:
         storage: The run's root.
         header: The generation's.
         shard: One of its shards.
-        deep: Read every byte and compare every block's digest; else the size alone.
-        sizes: Of the files in the generation's directory, where several are asked for.
+        deep: Read every byte and compare every block's digest; else sizes alone.
+        seen: Blocks that are not read, since somebody has: what `blocks_of` tells them by.
+        sizes: Of the files that hold the shards, where several are asked for.
 
     Raises:
         StorageError: The storage could not be asked.
     """
+    damages: list[ShardDamaged] = []
+    for file in shard.files:
+        try:
+            size = sizes.of(file.path, file.size) if sizes else storage.size(file.path)
+        except NotFound as error:
+            damages.append(_missing(header, shard, file, error))
+        else:
+            if size != file.size:
+                damages.append(_wrong_size(header, shard, file, size))
+    if damages or not deep:
+        return damages
     try:
-        size = sizes.of(shard.path, shard.size) if sizes else storage.size(shard.path)
-        if size != shard.size:
-            return [_wrong_size(header, shard, size)]
-        return list(_bad_blocks(storage, header, shard)) if deep else []
-    except NotFound as error:
-        return [_missing(header, shard, error)]
+        bad = _bad_blocks(storage, header, shard, frozenset(seen))
+        return [*_bad_header(storage, header, shard), *bad]
+    except NotFound as error:  # it went while it was read
+        gone = shard_damage(storage, header, shard, deep=False)
+        return gone or [_missing(header, shard, shard.own_file, error)]
 
 
 def absence(error: NotFound) -> tuple[str, str]:
@@ -140,13 +167,41 @@ def is_lost(error: StorageError) -> bool:
     return isinstance(error, NotFound) or error.details.get("errno") == "EIO"
 
 
-def _bad_blocks(
+def _bad_header(
     storage: Storage, header: GenerationHeader, shard: ShardRecord
 ) -> Iterator[ShardDamaged]:
+    """Look at what no block holds: the header of a file in which the shard is not whole."""
+    if shard.reuse is None:
+        return
+    expected = header_of_record(shard)
+    found = bytearray(len(expected))
+    try:
+        storage.read_into(shard.path, 0, memoryview(found))
+    except StorageError as error:
+        if isinstance(error, NotFound) or not is_lost(error):
+            raise
+        found = bytearray()
+    if found != expected:
+        verb = "does not say what was written" if found else "cannot be read from the device"
+        yield ShardDamaged(
+            f"the file's own header {verb}",
+            where=shard.path,
+            remedy=REMEDY,
+            details={**_facts(header, shard), "kind": "header", "tensors": []},
+        )
+
+
+def _bad_blocks(
+    storage: Storage, header: GenerationHeader, shard: ShardRecord, seen: frozenset[int]
+) -> Iterator[ShardDamaged]:
+    places = Places(shard)
+    known = blocks_of(shard) if seen else []
     buffer = memoryview(bytearray(min(_PIECE, shard.block_bytes, shard.size)))
     for block, expected in enumerate(shard.blocks):
+        if known and known[block] in seen:
+            continue
         try:
-            found = _block_digest(storage, shard, block, buffer)
+            found = _block_digest(storage, shard, places, block, buffer)
         except NotFound:
             raise
         except StorageError as error:
@@ -154,7 +209,7 @@ def _bad_blocks(
                 raise
             found = ""
         if found != expected:
-            yield _bad_block(header, shard, block, found)
+            yield _bad_block(header, shard, places, block, found)
     raw = b"".join(bytes.fromhex(block) for block in shard.blocks)
     if digest_of(raw, shard.algorithm) != shard.digest:
         yield ShardDamaged(
@@ -165,28 +220,33 @@ def _bad_blocks(
         )
 
 
-def _block_digest(storage: Storage, shard: ShardRecord, block: int, buffer: memoryview) -> str:
+def _block_digest(
+    storage: Storage, shard: ShardRecord, places: Places, block: int, buffer: memoryview
+) -> str:
     hasher = new_hasher(shard.algorithm)
-    at, stop = block_range(shard, block)
-    while at < stop:
-        piece = buffer[: min(len(buffer), stop - at)]
-        count = storage.read_into(shard.path, at, piece)
-        hasher.update(piece[:count])
-        if count < len(piece):
-            break  # shorter than it was a moment ago; the digest will say so
-        at += count
+    for path, first, size in places.pieces(*shard.block_range(block)):
+        at, stop = first, first + size
+        while at < stop:
+            piece = buffer[: min(len(buffer), stop - at)]
+            count = storage.read_into(path, at, piece)
+            hasher.update(piece[:count])
+            if count < len(piece):
+                break  # shorter than it was a moment ago; the digest will say so
+            at += count
     return hasher.hexdigest()
 
 
 def _bad_block(
-    header: GenerationHeader, shard: ShardRecord, block: int, found: str
+    header: GenerationHeader, shard: ShardRecord, places: Places, block: int, found: str
 ) -> ShardDamaged:
-    start, stop = block_range(shard, block)
+    start, stop = shard.block_range(block)
     tensors = tensors_in(header, shard, block)
     verb = "does not hold what was written" if found else "cannot be read from the device"
+    files = list(dict.fromkeys(piece.path for piece in places.pieces(start, stop)))
     return ShardDamaged(
-        f"block {block} (bytes {start} to {stop}) {verb}; it holds {_named(shard, start, tensors)}",
-        where=shard.path,
+        f"block {block} (bytes {start} to {stop}{_elsewhere(shard, files)}) {verb}; it holds "
+        f"{_named(shard, start, tensors)}",
+        where=files[0],
         remedy=REMEDY,
         details={
             **_facts(header, shard),
@@ -197,42 +257,74 @@ def _bad_block(
             "tensors": tensors,
             "expected": shard.blocks[block],
             "found": found,
+            "files": files,
         },
     )
 
 
-def _wrong_size(header: GenerationHeader, shard: ShardRecord, size: int) -> ShardDamaged:
-    tensors = tensors_between(header, shard, size, shard.size) if size < shard.size else []
+def _elsewhere(shard: ShardRecord, files: list[str]) -> str:
+    """Return which shard is meant, where a block's bytes do not lie in its own file alone."""
+    if files == [shard.path]:
+        return ""
+    others = f", with bytes in {' and '.join(files[1:])} too" if len(files) > 1 else ""
+    return f" of {shard.path}{others}"
+
+
+def _wrong_size(
+    header: GenerationHeader, shard: ShardRecord, file: StoredFile, size: int
+) -> ShardDamaged:
     return ShardDamaged(
-        f"the shard of rank {shard.rank} has {size} bytes instead of {shard.size}",
-        where=shard.path,
+        f"{_whose(shard, file)} has {size} bytes instead of {file.size}",
+        where=file.path,
         remedy=REMEDY,
         details={
             **_facts(header, shard),
             "kind": "size",
-            "start": min(size, shard.size),
-            "stop": max(size, shard.size),
-            "tensors": tensors,
-            "expected": shard.size,
+            "start": min(size, file.size),
+            "stop": max(size, file.size),
+            "tensors": _tensors_lost(header, shard, file, size),
+            "expected": file.size,
             "found": size,
         },
     )
 
 
-def _missing(header: GenerationHeader, shard: ShardRecord, error: NotFound) -> ShardDamaged:
+def _missing(
+    header: GenerationHeader, shard: ShardRecord, file: StoredFile, error: NotFound
+) -> ShardDamaged:
     kind, words = absence(error)
     return ShardDamaged(
-        f"the shard of rank {shard.rank} {words}",
-        where=shard.path,
+        f"{_whose(shard, file)} {words}",
+        where=file.path,
         remedy=REMEDY,
         details={
             **_facts(header, shard),
             "kind": kind,
             "start": 0,
-            "stop": shard.size,
-            "tensors": tensors_between(header, shard, 0, shard.size),
+            "stop": file.size,
+            "tensors": _tensors_lost(header, shard, file, 0),
         },
     )
+
+
+def _whose(shard: ShardRecord, file: StoredFile) -> str:
+    if file.path == shard.path:
+        return f"the shard of rank {shard.rank}"
+    return f"the earlier shard of rank {shard.rank}, to which this generation refers,"
+
+
+def _tensors_lost(
+    header: GenerationHeader, shard: ShardRecord, file: StoredFile, size: int
+) -> list[str]:
+    """Return the tensors that have bytes beyond the first ``size`` ones of a file."""
+    names: dict[str, None] = {}
+    at = 0
+    for path, first, length in Places(shard).pieces(0, shard.size):
+        if path == file.path and first + length > size:
+            begin = at + max(size - first, 0)
+            names |= dict.fromkeys(tensors_between(header, shard, begin, at + length))
+        at += length
+    return list(names)
 
 
 def _facts(header: GenerationHeader, shard: ShardRecord) -> dict[str, object]:

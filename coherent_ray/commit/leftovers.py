@@ -15,6 +15,7 @@ from coherent_ray.commit.holds import Held
 from coherent_ray.commit.inventory import DIRECTORIES, generation_of, item_of
 from coherent_ray.commit.manifest import generation_directory
 from coherent_ray.commit.retention import can_never_be_published
+from coherent_ray.commit.sharing import Shared, Sharing
 from coherent_ray.errors import ManifestDamaged
 from coherent_ray.storage.base import Entry, Storage
 from coherent_ray.storage.housekeeping import Housekeeping
@@ -30,6 +31,10 @@ class Leftovers:
     """May go, in this order."""
     held: list[Held] = field(default_factory=list)
     """Live holds that keep files of retired generations from going."""
+    shared: list[Entry] = field(default_factory=list)
+    """Files of retired generations that stay, since others refer to them, in order of path."""
+    unknown: list[str] = field(default_factory=list)
+    """Generations of which nobody can tell what they refer to: so no retired shard goes."""
     foreign: list[Entry] = field(default_factory=list)
     """Not ours, in order of path."""
     directories: list[str] = field(default_factory=list)
@@ -45,6 +50,7 @@ def survey(
     doomed: Collection[GenerationKey],
     held: Sequence[Held],
     *,
+    sharing: Sharing | None = None,
     whole_root: bool = False,
 ) -> Leftovers:
     """Look through the run's directories.
@@ -55,6 +61,7 @@ def survey(
         history: Its commit log.
         doomed: The generations that are retired.
         held: Every hold, looked at after the last of them was retired.
+        sharing: Reads what generations refer to; None: a new one.
         whole_root: Report foreign files of the whole root, not only of our directories.
 
     Raises:
@@ -66,12 +73,15 @@ def survey(
     for hold in held:
         if hold.expired:
             found.files.append(Entry(hold.path, 0))
+    shared = (sharing or Sharing(generations)).of(history, set(doomed) - waiting)
+    found.unknown = shared.unknown
     for key, entries in _by_generation(storage, found).items():
         if key in doomed:
             if key in waiting:
                 found.held += [hold for hold in in_the_way if hold.generation == key]
                 continue
-            _take(found, entries, _named(generations, history, key))
+            named = _named(generations, history, key)
+            _take(found, _unshared(found, entries, shared), named)
         elif can_never_be_published(history, key):
             _take(found, entries, None)
         elif whole_root and (publish := history.publish_of(*key)):
@@ -104,6 +114,19 @@ def _named(generations: Generations, history: History, key: GenerationKey) -> se
         # Only its name is left to tell whose a file is.
         return None
     return {publish.manifest, *(shard.path for shard in manifest.shards)}
+
+
+def _unshared(found: Leftovers, entries: list[Entry], shared: Shared) -> list[Entry]:
+    """Return the files of a retired generation that nobody refers to.
+
+    Its manifest stays with the last of its shards: it says what these are.
+    """
+    shards = [entry for entry in entries if not entry.path.endswith("/manifest.json")]
+    stay = [entry for entry in shards if entry.path in shared.paths or shared.unknown]
+    if stay:
+        stay += [entry for entry in entries if entry not in shards]
+    found.shared += stay
+    return [entry for entry in entries if entry not in stay]
 
 
 def _take(found: Leftovers, entries: list[Entry], named: set[str] | None) -> None:

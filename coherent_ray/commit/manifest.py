@@ -21,10 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
-    ConfigDict,
     Field,
     SerializerFunctionWrapHandler,
     TypeAdapter,
@@ -35,13 +34,32 @@ from pydantic.dataclasses import dataclass
 
 from coherent_ray import canonical
 from coherent_ray.canonical import Json
+from coherent_ray.commit.fields import (
+    STRICT,
+    Claim,
+    Count,
+    Hex64,
+    HexDigest,
+    Positive,
+    RunId,
+    SegmentPath,
+    generation_directory,
+    generation_name,
+    manifest_path,
+    shard_path,
+)
 from coherent_ray.commit.reserved import is_reserved
+from coherent_ray.commit.shard_records import Base, ShardRecord, require_earlier
 from coherent_ray.commit.timings import Timings
-from coherent_ray.digests import Algorithm, Digest, algorithm_of, hex_digits
+from coherent_ray.digests import Digest
 
 FORMAT = 1
 #: Of a manifest with sharded tensors: a version that knows none would look for other bytes.
 SHARDED_FORMAT = 2
+#: Of one of which a shard refers to files of earlier generations.
+REUSING_FORMAT = 3
+#: Of a record of the log that publishes one.
+RECORD_FORMAT = 2
 #: Longer ones are neither published nor read: 10 TiB of state need a tenth of it.
 MANIFEST_BYTES = 256 * 2**20
 #: The same of a segment of receipts; a million updates need about so much.
@@ -62,21 +80,19 @@ ITEM_BYTES: dict[str, int] = {
 #: Ranks' parts begin at multiples of this many bytes, so no cut falls inside an item.
 CUT_ALIGNMENT = 16
 
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Positive = Annotated[int, Field(ge=1, lt=2**63)]
-Hex64 = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 #: Not a Literal, which takes true and 1.0 for 1.
 Format = Annotated[int, Field(ge=FORMAT, le=FORMAT)]
-ManifestFormat = Annotated[int, Field(ge=FORMAT, le=SHARDED_FORMAT)]
-HexDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32,64}$")]
-SegmentPath = Annotated[str, Field(pattern=r"^receipts/[A-Za-z0-9][A-Za-z0-9._-]{0,200}\.jsonl$")]
-RunId = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,127}$")]
-Claim = Literal["exact", "invariant", "statistical"]
+ManifestFormat = Annotated[int, Field(ge=FORMAT, le=REUSING_FORMAT)]
 
-_STRICT = ConfigDict(strict=True, extra="forbid")
+__all__ = [
+    "MANIFEST_BYTES", "RECEIPTS_BYTES", "Acknowledgement", "Claim", "Count", "DataPosition",
+    "GenerationHeader", "HexDigest", "Manifest", "PlanIdentity", "Positive", "ReadBack",
+    "ReceiptSegment", "RunId", "ShardRecord", "StateLayout", "TensorSpec", "dump", "format_of",
+    "generation_directory", "generation_name", "load", "manifest_path", "shard_path",
+]  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class TensorSpec:
     """One tensor of the flat state."""
 
@@ -131,7 +147,7 @@ def rows_of(rows: int, rank: int, parts: int) -> tuple[int, int]:
     return min(rank * chunk, rows), min((rank + 1) * chunk, rows)
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class StateLayout:
     """All tensors of the state, in layout order."""
 
@@ -222,7 +238,7 @@ def _aligned(at: int) -> int:
     return at - at % CUT_ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class DataPosition:
     """What every rank reads next: the whole state of the sampler."""
 
@@ -233,7 +249,7 @@ class DataPosition:
     """Optimizer steps that are done."""
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class PlanIdentity:
     """What decides which examples an update takes, and in which order. Never the rank count."""
 
@@ -248,41 +264,7 @@ class PlanIdentity:
     """Examples of one forward/backward at most."""
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
-class ShardRecord:
-    """The file that one rank wrote for one generation."""
-
-    rank: Count
-    path: str
-    """Relative to the run's root."""
-    size: Positive
-    """Bytes of the file."""
-    start: Count
-    """First byte of the flat state that it holds."""
-    stop: Count
-    """The byte of the flat state after its last one."""
-    header_bytes: Positive
-    """Bytes of the file before its first tensor byte."""
-    algorithm: Algorithm
-    block_bytes: Positive
-    blocks: tuple[HexDigest, ...]
-    """Hex digest of each ``block_bytes`` of the file, from its first on; the last may be short."""
-    digest: Digest
-    """Digest of the concatenated raw block digests, under `algorithm`."""
-
-    def __post_init__(self) -> None:
-        if self.header_bytes + self.stop - self.start != self.size:
-            raise ValueError(f"shard {self.path!r}: header and tensor bytes do not add up to size")
-        if len(self.blocks) != -(-self.size // self.block_bytes):
-            raise ValueError(f"shard {self.path!r}: wrong number of block digests")
-        digits = hex_digits(self.algorithm)
-        if any(len(block) != digits for block in self.blocks):
-            raise ValueError(f"shard {self.path!r}: a block's digest is not of {self.algorithm}")
-        if algorithm_of(self.digest) != self.algorithm:
-            raise ValueError(f"shard {self.path!r}: its digest is not of {self.algorithm}")
-
-
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class ReceiptSegment:
     """The receipts of the updates that led from an earlier generation to this one."""
 
@@ -299,7 +281,7 @@ class ReceiptSegment:
             raise ValueError(f"segment {self.path!r} ends before it begins")
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class GenerationHeader:
     """What all ranks must agree on about a generation before it may be published."""
 
@@ -324,7 +306,7 @@ class GenerationHeader:
     """None where no update has been done since the generation before."""
 
     def __post_init__(self) -> None:
-        if self.format != format_of(self.layout):
+        if self.format not in {format_of(self.layout), REUSING_FORMAT}:
             raise ValueError(f"format {self.format} is not that of such a layout")
         if self.layout.parts not in {0, self.ranks}:
             raise ValueError("the tensors are sharded over another number of ranks than wrote them")
@@ -345,7 +327,7 @@ class GenerationHeader:
         return generation_directory(self.number, self.attempt)
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Manifest:
     """A generation: the header that all ranks agreed on, and every shard."""
 
@@ -369,12 +351,31 @@ class Manifest:
             # The very name, not a prefix: no `..`, and no file that stands for two ranks.
             if shard.path != shard_path(self.header.directory, shard.rank, ranks):
                 raise ValueError(f"shard {shard.path!r} lies outside its generation, or its rank")
+            require_earlier(shard, self.header.number, ranks)
             at = shard.stop
         if at != layout.nbytes:
             raise ValueError("the shards do not cover the whole state")
+        if len(self._bases) > 1:
+            raise ValueError("the shards refer to different generations")
+        if (self.header.format == REUSING_FORMAT) != bool(self._bases):
+            raise ValueError(f"format {self.header.format} is not that of such shards")
+
+    @property
+    def base(self) -> Base | None:
+        """The generation that its shards refer to; None: they refer to none."""
+        return next(iter(self._bases), None)
+
+    @property
+    def _bases(self) -> set[Base]:
+        return {shard.reuse.base for shard in self.shards if shard.reuse}
+
+    @property
+    def files(self) -> set[str]:
+        """The path of every file that holds bytes of its state."""
+        return {file.path for shard in self.shards for file in shard.files}
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class ReadBack:
     """A rank's word that it has read another rank's shard again, from the storage."""
 
@@ -386,7 +387,7 @@ class ReadBack:
     """What does not hold, a sentence each; empty: every byte does."""
 
 
-@dataclass(frozen=True, slots=True, config=_STRICT)
+@dataclass(frozen=True, slots=True, config=STRICT)
 class Acknowledgement:
     """A rank's word that its shard is durable."""
 
@@ -414,26 +415,6 @@ def format_of(layout: StateLayout) -> int:
     return SHARDED_FORMAT if layout.parts else FORMAT
 
 
-def generation_name(number: int, attempt: int) -> str:
-    """Return the name that users see, ``g12-a3``."""
-    return f"g{number}-a{attempt}"
-
-
-def generation_directory(number: int, attempt: int) -> str:
-    """Return a generation's directory, relative to the run's root."""
-    return f"generations/{generation_name(number, attempt)}"
-
-
-def manifest_path(number: int, attempt: int) -> str:
-    """Return a manifest's path, relative to the run's root."""
-    return f"{generation_directory(number, attempt)}/manifest.json"
-
-
-def shard_path(directory: str, rank: int, ranks: int) -> str:
-    """Return where a rank's shard lies, relative to the run's root."""
-    return f"{directory}/shard-{rank:05d}-of-{ranks:05d}.safetensors"
-
-
 class LaterFormat(ValueError):
     """A document says that a later version of this software wrote it."""
 
@@ -446,7 +427,10 @@ def refuse_later(value: Json) -> None:
     """
     document = value.get("header", value) if isinstance(value, dict) else None
     found = document.get("format") if isinstance(document, dict) else None
-    known = SHARDED_FORMAT if isinstance(document, dict) and "layout" in document else FORMAT
+    known = FORMAT
+    if isinstance(document, dict):
+        known = REUSING_FORMAT if "layout" in document else known
+        known = RECORD_FORMAT if "record" in document else known
     if type(found) is int and found > known:
         raise LaterFormat(
             f"it says that it has format {canonical.shown(found)}, this version reads {known}"

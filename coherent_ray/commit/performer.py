@@ -8,6 +8,8 @@ the acknowledgements, and the log holds one record for one generation.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from coherent_ray.commit.events import (
     AppendFailed,
     AppendPublish,
@@ -21,8 +23,10 @@ from coherent_ray.commit.events import (
     StorageAction,
     WriteManifest,
 )
+from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.log import CommitLog
-from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord, generation_directory
+from coherent_ray.commit.manifest import MANIFEST_BYTES, ShardRecord
+from coherent_ray.commit.shard_records import reuse_problem
 from coherent_ray.errors import (
     AlreadyExists,
     CoherentRayError,
@@ -48,9 +52,9 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
     """
     match action:
         case CheckShards(key, shards):
-            sizes = Sizes(storage, generation_directory(key.number, key.attempt), len(shards))
-            problems = (_problem(sizes, shard) for shard in shards)
-            return ShardsChecked(key, tuple(text for text in problems if text))
+            sizes = Sizes(storage, (file.path for shard in shards for file in shard.files))
+            problems = [text for shard in shards if (text := _problem(sizes, shard))]
+            return ShardsChecked(key, tuple(problems or _base_problems(storage, log, shards)))
         case WriteManifest():
             return _write_manifest(action, storage)
         case AppendPublish():
@@ -61,14 +65,47 @@ def perform(action: StorageAction, storage: Storage, log: CommitLog) -> Event | 
 
 
 def _problem(sizes: Sizes, shard: ShardRecord) -> str:
-    where = f"shard {shard.path} of rank {shard.rank}"
+    for file in shard.files:
+        where = f"shard {file.path} of rank {shard.rank}"
+        try:
+            size = sizes.of(file.path, file.size)
+        except NotFound:
+            return f"{where} is missing"
+        except Exception as error:
+            return f"{where} cannot be read: {_reason(error)}"
+        if size != file.size:
+            return f"{where} has {size} bytes instead of {file.size}"
+    return ""
+
+
+def _base_problems(
+    storage: Storage, log: CommitLog, shards: Sequence[ShardRecord]
+) -> Iterator[str]:
+    """Yield what is wrong with references to files of earlier generations.
+
+    That the base is not retired is looked at here so that it is told well; what holds it is the
+    log, which refuses such a publish whatever happens after this look.
+    """
+    referring = [shard for shard in shards if shard.reuse]
+    if not referring or referring[0].reuse is None:
+        return
+    base = referring[0].reuse.base
     try:
-        size = sizes.of(shard.path, shard.size)
-    except NotFound:
-        return f"{where} is missing"
+        history = log.read_on()
+        publish = history.publish_of(*base.key)
+        if publish is None or base.key in history.retired:
+            what = "is retired" if publish else "was never published"
+            yield f"{base.name}, to which the shards refer, {what}"
+            return
+        manifest = Generations(storage, log).manifest(publish)
     except Exception as error:
-        return f"{where} cannot be read: {_reason(error)}"
-    return "" if size == shard.size else f"{where} has {size} bytes instead of {shard.size}"
+        yield f"{base.name}, to which the shards refer, cannot be read: {_reason(error)}"
+        return
+    for shard in referring:
+        if shard.rank >= len(manifest.shards):
+            yield f"shard {shard.path} refers to {base.name}, which has no rank {shard.rank}"
+        elif problem := reuse_problem(shard, manifest.shards[shard.rank]):
+            yield f"shard {shard.path} refers to {base.name} wrongly: {problem}"
 
 
 def _write_manifest(action: WriteManifest, storage: Storage) -> Event:

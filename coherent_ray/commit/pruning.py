@@ -9,7 +9,8 @@ The order makes every crash safe, and every step may be done twice, by two prune
    it, and nothing but its files is left of it;
 4. the holds are looked at again (see `coherent_ray.commit.holds` for why that comes after 3);
 5. files are deleted: expired holds first, so that their readers can know; a generation's shards
-   before its manifest, which says what its shards are.
+   before its manifest, which says what its shards are. What a generation that stays refers to stays
+   with it (`coherent_ray.commit.sharing`).
 
 Whatever a crash leaves of 5, the next prune finds and deletes: what is retired, and what can never
 be published. Only files whose names this project gives are deleted, and of a published generation
@@ -25,11 +26,12 @@ from dataclasses import dataclass, field
 from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import GenerationKey, History
 from coherent_ray.commit.holds import Held, Watch
-from coherent_ray.commit.inspection import shard_damage
+from coherent_ray.commit.inspection import blocks_of, shard_damage
 from coherent_ray.commit.leftovers import Leftovers, survey
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.records import PublishBody, RetireBody
 from coherent_ray.commit.retention import Kept, Plan, Policy, Unverified, key_of, plan
+from coherent_ray.commit.sharing import Sharing
 from coherent_ray.commit.traces import look
 from coherent_ray.errors import (
     ConfigError,
@@ -64,6 +66,8 @@ class Pruned:
     """Files that are not this project's, in order of path; left as they are."""
     problems: tuple[str, ...]
     """Files that could not be deleted, and why; the next prune tries again."""
+    shared: tuple[Entry, ...] = ()
+    """Files of retired generations that stay, since generations that stay refer to them."""
     damaged: Mapping[str, Damage] = field(default_factory=dict)
     """The first damage of each generation that was read and is not whole, by its name."""
 
@@ -104,10 +108,14 @@ class Pruner:
         self._policy = policy
         self._log = log or CommitLog(storage)
         self._generations = Generations(storage, self._log)
+        self._sharing = Sharing(self._generations)
         self._stopped = stopped
         self._grace_s = grace_s
         self._whole: set[GenerationKey] = set()
         self._doubted: set[GenerationKey] = set()
+        self._seen: frozenset[int] = frozenset()
+        """Blocks that were read at the last look: what the next generation refers to is in them."""
+        self._found: set[int] = set()
         self._damaged: dict[str, Damage] = {}  # of the last look
         self.watch = Watch(storage, clock)
         """What was seen of the holds."""
@@ -147,9 +155,15 @@ class Pruner:
             held = self.watch.look()
         doomed = history.retired | {key_of(publish) for publish in retired}
         found = survey(
-            self._storage, self._generations, history, doomed, held, whole_root=whole_root
+            self._storage,
+            self._generations,
+            history,
+            doomed,
+            held,
+            sharing=self._sharing,
+            whole_root=whole_root,
         )
-        problems: list[str] = []
+        problems = [_unknown(name) for name in found.unknown]
         deleted = found.files if dry_run else self._delete(found, problems)
         deleted += self._sweep(found, problems, dry_run=dry_run)
         in_the_way = {k.publish.name for k in decided.kept if k.reason == "held"}
@@ -160,6 +174,7 @@ class Pruner:
             held=tuple(h for h in held if h in found.held or _name_of(h) in in_the_way),
             foreign=tuple(found.foreign),
             problems=tuple(problems),
+            shared=tuple(found.shared),
             damaged=self._damaged,
         )
 
@@ -175,9 +190,11 @@ class Pruner:
 
     def _decided(self, history: History, held: Collection[GenerationKey]) -> Plan:
         verdicts: dict[GenerationKey, bool] = {}
+        self._found = set()
         while True:
             decided = plan(history, self._policy, verdicts, held)
             if not isinstance(decided, Unverified):
+                self._seen = frozenset(self._found)
                 return decided
             verdicts[key_of(decided.publish)] = self._is_whole(decided.publish)
 
@@ -185,6 +202,9 @@ class Pruner:
         """Read a generation, the first time every byte of it, and say whether it is whole."""
         key = key_of(publish)
         deep = key not in self._whole or key in self._doubted
+        if key in self._doubted:
+            # What rots in one file rots in all that refer to it.
+            self._seen, self._found = frozenset(), set()
         self._whole.discard(key)
         try:
             manifest = self._generations.manifest(publish)
@@ -193,10 +213,12 @@ class Pruner:
             return False
         for shard in manifest.shards:
             self._check_stop()
-            if found := shard_damage(self._storage, manifest.header, shard, deep=deep):
+            found = shard_damage(self._storage, manifest.header, shard, deep=deep, seen=self._seen)
+            if found:
                 self._damaged[publish.name] = found[0]
                 return False
         self._whole.add(key)
+        self._found.update(block for shard in manifest.shards for block in blocks_of(shard))
         if deep:
             self._doubted.discard(key)
         return True
@@ -284,6 +306,10 @@ def _kept(
     order = {key_of(publish): index for index, publish in enumerate(history.publishes)}
     kept = [k for k in (*decided.kept, *pinned) if key_of(k.publish) not in history.retired]
     return tuple(sorted(kept, key=lambda k: order[key_of(k.publish)]))
+
+
+def _unknown(name: str) -> str:
+    return f"shards of retired generations: the manifest of {name} is damaged, and it may need them"
 
 
 def _in_words(error: StorageError, fallback: str) -> str:

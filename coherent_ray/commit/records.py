@@ -11,14 +11,22 @@ unseen. Bytes that are not exactly what `encode` would make are refused.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import (
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+)
 from pydantic.dataclasses import dataclass
 
 from coherent_ray import canonical
 from coherent_ray.commit.manifest import (
     FORMAT,
+    RECORD_FORMAT,
     Count,
     Positive,
     ReceiptSegment,
@@ -28,6 +36,7 @@ from coherent_ray.commit.manifest import (
     reason_of,
     refuse_later,
 )
+from coherent_ray.commit.shard_records import Base
 from coherent_ray.digests import Digest, digest_of
 from coherent_ray.storage.signing import PATTERN as SIGNATURE
 from coherent_ray.storage.signing import SigningKey
@@ -71,10 +80,19 @@ class PublishBody:
     """Bytes."""
     manifest_digest: Digest
     receipts: ReceiptSegment | None
+    base: Base | None = None
+    """The generation whose files it refers to; None, which no document says: it refers to none."""
 
     def __post_init__(self) -> None:
         if self.manifest != manifest_path(self.number, self.attempt):
             raise ValueError(f"the manifest of {self.name} cannot be {self.manifest!r}")
+
+    @model_serializer(mode="wrap")
+    def _without_nothing(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = handler(self)
+        if self.base is None:
+            del found["base"]
+        return found
 
     @property
     def name(self) -> str:
@@ -169,7 +187,7 @@ def encode(record: Record, key: SigningKey | None = None) -> bytes:
         key: Signs the file; None: it is not signed.
     """
     value = _ADAPTER.dump_python(record, mode="json")
-    file = {"digest": canonical.digest(value), "format": FORMAT, "record": value}
+    file = {"digest": canonical.digest(value), "format": _format_of(record), "record": value}
     if key is not None:
         file["signature"] = key.sign(_to_sign(file))
     return canonical.dump(file)
@@ -197,7 +215,7 @@ def decode(data: bytes, key: SigningKey | None = None) -> Record:
     if not isinstance(value, dict) or value.keys() - {"signature"} != _KEYS:
         raise ValueError("it is not a record with its digest")
     _check_signature(value, key)
-    if type(value["format"]) is not int or value["format"] != FORMAT:
+    if type(value["format"]) is not int or value["format"] not in {FORMAT, RECORD_FORMAT}:
         raise ValueError(f"it has format {canonical.shown(value['format'])}, not {FORMAT}")
     inner = canonical.dump(value["record"])
     # The record is most of it, and is needed by itself: it is not made canonical twice.
@@ -207,9 +225,18 @@ def decode(data: bytes, key: SigningKey | None = None) -> Record:
     if digest_of(inner) != value["digest"]:
         raise ValueError("the record does not hash to the digest beside it")
     try:
-        return _ADAPTER.validate_json(inner)
+        record = _ADAPTER.validate_json(inner)
     except ValidationError as error:
         raise ValueError(reason_of(error, "record")) from error
+    if value["format"] != _format_of(record):
+        raise ValueError(f"format {value['format']} is not that of such a record")
+    return record
+
+
+def _format_of(record: Record) -> int:
+    """Return a record's format: a version that knows no bases would delete what is needed."""
+    has_base = isinstance(record.body, PublishBody) and record.body.base is not None
+    return RECORD_FORMAT if has_base else FORMAT
 
 
 def _check_signature(file: dict[str, canonical.Json], key: SigningKey | None) -> None:

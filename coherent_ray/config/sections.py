@@ -263,6 +263,9 @@ class Checkpoint(Section):
     """Hash of the shards' blocks. xxh3_128 finds damage; blake3 and sha256 find forgery too."""
     block_bytes: Annotated[int, Field(ge=4_096, le=2**30, multiple_of=4_096)] = 4 * 2**20
     """Bytes that share one digest; a multiple of 4096."""
+    reuse_generations: Annotated[int, Field(ge=0, le=100_000)] = 64
+    """Generations through which a block that does not change is referred to and not written; then
+    it is written again. Unless keep is 1, the newest two share nothing. 0: all are whole."""
     verify: Literal["size", "read_back"] = "size"
     """What is checked before a generation is published. size: every shard's size. read_back: every
     byte is read again from the storage, each worker's by the next one."""

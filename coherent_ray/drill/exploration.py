@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from coherent_ray import canonical
 from coherent_ray.commit.records import AttemptBody, PublishBody
 from coherent_ray.commit.testing.invariants import Broken, Witness, the_log_chain_holds
 from coherent_ray.drill.power_cuts import check_recovery
@@ -40,12 +41,18 @@ def a_fenced_attempt_publishes_nothing(world: World) -> str | None:
 
 
 def what_is_published_is_whole(world: World) -> str | None:
-    """The manifest and every rank's shard were there before the record."""
-    for publish in _publishes(world):
-        above = publish.manifest.rpartition("/")[0]
-        shards = [p for p in world.files if p.startswith(above) and "shard-" in p]
-        if publish.manifest not in world.files or len(shards) != world.bounds.ranks:
-            return f"{publish.name} has {len(shards)} shards"
+    """Manifest and shards are there before the record, and as long as nothing gives them up.
+
+    Also the files of earlier generations that the manifest refers to, whatever became of these.
+    """
+    for publish in world.history.live:
+        if publish.manifest not in world.files:
+            return f"{publish.name} has no manifest"
+        shards = canonical.load(world.files[publish.manifest])["shards"]
+        needed = [shard["path"] for shard in shards]
+        needed += [f["path"] for s in shards if "reuse" in s for f in s["reuse"]["files"]]
+        if len(shards) != world.bounds.ranks or not set(needed) <= world.files.keys():
+            return f"{publish.name} lacks one of {needed}"
     return None
 
 

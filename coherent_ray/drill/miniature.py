@@ -29,18 +29,22 @@ from coherent_ray.commit.manifest import (
     DataPosition,
     GenerationHeader,
     PlanIdentity,
+    ShardRecord,
     StateLayout,
     TensorSpec,
     dump,
     generation_directory,
+    generation_name,
 )
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.pruning import Pruner
 from coherent_ray.commit.read_back import read_back
+from coherent_ray.commit.records import RetireBody
 from coherent_ray.commit.retention import Policy
 from coherent_ray.commit.service import Service
 from coherent_ray.commit.testing.invariants import Witness
 from coherent_ray.digests import digest_of
+from coherent_ray.state.reuse import previous_of
 from coherent_ray.state.shards import write_shard
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.testing.faults import Crash, flipped
@@ -49,10 +53,13 @@ from coherent_ray.storage.testing.memory import MemoryStorage
 RUN = "miniature"
 RANKS = 2
 LAYOUT = StateLayout(
-    (TensorSpec("model/weight", "F32", (4, 8)), TensorSpec("optimizer/exp_avg", "F32", (4, 8)))
+    (TensorSpec("model/weight", "F32", (16, 8)), TensorSpec("optimizer/exp_avg", "F32", (16, 8)))
 )
 PLAN = PlanIdentity(digest_of(b"data"), 1000, 7, "feistel-v1", 32, 4, 8)
 BLOCK_BYTES = 128
+
+Line = tuple[tuple[int, int], ...]
+"""Generations, by number and attempt, each a small change of the one before; never empty."""
 
 
 def header_of_generation(number: int, attempt: int, ranks: int = RANKS) -> GenerationHeader:
@@ -75,21 +82,58 @@ def header_of_generation(number: int, attempt: int, ranks: int = RANKS) -> Gener
     )
 
 
-def state_bytes(number: int, attempt: int) -> bytes:
-    """Return the whole flat state of one generation, which no other one has."""
-    words = [digest_of(f"{number} {attempt} {at}".encode())[-64:] for at in range(8)]
+def state_bytes(line: Line, ranks: int = RANKS) -> bytes:
+    """Return the whole flat state of one generation.
+
+    The first of a line has a state of its own; each later one changes the last block of each part.
+    """
+    state = bytearray(_words(*line[0]))
+    for number, attempt in line[1:]:
+        for rank in range(ranks):
+            stop = LAYOUT.cut(rank + 1, ranks)
+            state[stop - BLOCK_BYTES : stop] = _words(number, attempt)[-BLOCK_BYTES:]
+    return bytes(state)
+
+
+def _words(number: int, attempt: int) -> bytes:
+    words = [digest_of(f"{number} {attempt} {at}".encode())[-64:] for at in range(32)]
     return bytes.fromhex("".join(words))[: LAYOUT.nbytes]
 
 
 def write_and_word(
-    storage: Storage, rank: int, number: int, attempt: int, ranks: int = RANKS
+    storage: Storage,
+    rank: int,
+    line: Line,
+    ranks: int = RANKS,
+    base: ShardRecord | None = None,
 ) -> Acknowledgement:
-    """Write a rank's shard with the product's writer, and return what the rank then says."""
-    state = memoryview(state_bytes(number, attempt))
+    """Write a rank's shard with the product's writer, and return what the rank then says.
+
+    Args:
+        storage: The run's root.
+        rank: Whose.
+        line: The generation, and before it those that it came from by small changes.
+        ranks: How many there are.
+        base: The rank's shard of the one before it, to which it refers; None: it refers to none.
+    """
+    number, attempt = line[-1]
+    state = memoryview(state_bytes(line, ranks))
     part = state[LAYOUT.cut(rank, ranks) : LAYOUT.cut(rank + 1, ranks)]
-    directory = generation_directory(number, attempt)
-    shard = write_shard(storage, directory, rank, ranks, LAYOUT, part, block_bytes=BLOCK_BYTES)
     header = header_of_generation(number, attempt, ranks)
+    known = None
+    if base is not None:
+        earlier = header_of_generation(*line[-2], ranks)
+        known = previous_of(earlier, base).known(header, base.algorithm, BLOCK_BYTES, 100)
+    shard = write_shard(
+        storage,
+        generation_directory(number, attempt),
+        rank,
+        ranks,
+        LAYOUT,
+        part,
+        block_bytes=BLOCK_BYTES,
+        known=known,
+    )
     return Acknowledgement(
         attempt=attempt,
         number=number,
@@ -205,6 +249,10 @@ class Run:
         self._rank_at_work = False
         self._before_record: Callable[[], None] | None = None
         self._reads_back = False
+        self._refers = False
+        self._line: Line = ()
+        """What was published last, where the save after it has not failed."""
+        self._shards: dict[int, ShardRecord] = {}
 
     # --- scenes -----------------------------------------------------------------------------------
 
@@ -225,6 +273,22 @@ class Run:
         self._write_shards()
         self._acknowledge()
 
+    def save_more(self) -> None:
+        """Every rank writes what has changed, and refers to the generation before for the rest."""
+        self._refers = True
+        try:
+            self.save()
+        finally:
+            self._refers = False
+
+    def save_more_retired(self) -> None:
+        """As before; it is given up and pruned when the log is read and the record not created."""
+        self._before_record, self._process = self._give_up, None
+        try:
+            self.save_more()
+        finally:
+            self._before_record, self._process = None, None
+
     def save_short(self) -> None:
         """A rank acknowledges a shard of which the storage has kept a part."""
         self._write_shards(short=1)
@@ -234,7 +298,7 @@ class Run:
         """Every rank writes, acknowledges, and reads the shard of the rank before."""
         self._reads_back, self._process = True, None
         try:
-            self.save()
+            self.save_more()
         finally:
             self._reads_back, self._process = False, None
 
@@ -258,7 +322,7 @@ class Run:
             words = self._word(1, 900, attempt)
             path = words.shard.path
             if not any(e.path == path for e in self.storage.list(f"generations/g900-a{attempt}")):
-                self._write(1, 900, attempt, self.storage)
+                write_and_word(self.storage, 1, ((900, attempt),))
             self._process = self._process or self._started()
             self._process.acknowledge(words)
 
@@ -313,26 +377,33 @@ class Run:
                 self._rank_at_work = False
 
     def _written(self, rank: int) -> Acknowledgement:
-        ack = self._write(rank, self._number, self._attempt, self.storage)
+        ack = self._write(rank, self.storage)
         kept = MemoryStorage()
-        self._write(rank, self._number, self._attempt, kept)
+        self._write(rank, kept)
         self.witness.shards |= kept.files
         return ack
 
     def _badly_written(self, rank: int, *, half: bool) -> Acknowledgement:
         kept = MemoryStorage()
-        ack = self._write(rank, self._number, self._attempt, kept)
+        ack = self._write(rank, kept)
         data = kept.files[ack.shard.path]
         with self.storage.open_writer(ack.shard.path) as writer:
             writer.write(data[: len(data) // 2] if half else flipped(data, 8 * len(data) - 3))
             writer.finish()
         return ack
 
-    def _write(self, rank: int, number: int, attempt: int, storage: Storage) -> Acknowledgement:
-        return write_and_word(storage, rank, number, attempt)
+    @property
+    def _now(self) -> Line:
+        """The generation that is being saved, and what it came from."""
+        return (*(self._line if self._refers else ()), (self._number, self._attempt))
+
+    def _write(self, rank: int, storage: Storage) -> Acknowledgement:
+        line = self._now
+        base = self._shards[rank] if len(line) > 1 else None
+        return write_and_word(storage, rank, line, base=base)
 
     def _word(self, rank: int, number: int, attempt: int) -> Acknowledgement:
-        return self._write(rank, number, attempt, MemoryStorage())
+        return write_and_word(MemoryStorage(), rank, ((number, attempt),))
 
     # --- coordinators -----------------------------------------------------------------------------
 
@@ -341,6 +412,10 @@ class Run:
         for ack in list(self._words.values()):
             self._process.acknowledge(ack)
         self._process.work()
+        # As in the product: what comes after a save that failed refers to nothing.
+        line = self._now
+        self._line = line if generation_name(*line[-1]) in self.witness.published else ()
+        self._shards = {rank: ack.shard for rank, ack in self._words.items()}
         self._words = {}
 
     def _started(self) -> Process:
@@ -361,6 +436,14 @@ class Run:
         self._processes += 1
         rival = Process(self.storage, f"{self._name}-{self._processes}", self._hear)
         self._attempt = self._opened(rival)
+
+    def _give_up(self) -> None:
+        self._before_record = None
+        self._processes += 1
+        log = CommitLog(self.storage, f"{self._name}-{self._processes}")
+        if self._line and self._line[-1] not in log.read().retired:
+            log.append(RetireBody(*self._line[-1]), self._attempt)
+        Pruner(self.storage, Policy(1), log=log).prune(self._attempt)
 
     def _opened(self, process: Process) -> int:
         self._pending_token = token = self._pending_token or self._new_token()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from coherent_ray import canonical
-from coherent_ray.commit import generations, history, manifest, performer
+from coherent_ray.commit import fields, generations, history, manifest, performer
 from coherent_ray.commit.ballot import Acknowledged, Checked, Verified
 from coherent_ray.commit.coordinator import Coordinator
 from coherent_ray.commit.events import Action, Answer, AppendPublish, Event, Key
@@ -23,9 +23,10 @@ from coherent_ray.commit.history import Standing
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.pruning import Pruner
 from coherent_ray.commit.records import PublishBody
+from coherent_ray.commit.sharing import Shared, Sharing
 from coherent_ray.commit.testing.invariants import Broken, damage_is_never_selected
 from coherent_ray.drill import miniature
-from coherent_ray.drill.miniature import Run
+from coherent_ray.drill.miniature import Run, write_and_word
 from coherent_ray.drill.patching import Patch, planted
 from coherent_ray.drill.power_cuts import SHORT_SCENES, Cutter, State, on_disk
 from coherent_ray.errors import AlreadyExists
@@ -199,7 +200,7 @@ def _last_shard_last(original: Any) -> Callable[[Run], None]:
         last = words[-1]
         path = last.shard.path
         if not any(entry.path == path for entry in run.storage.list("generations")):
-            run._write(last.rank, last.number, last.attempt, run.storage)
+            write_and_word(run.storage, last.rank, ((last.number, last.attempt),))
 
     return save
 
@@ -278,7 +279,7 @@ def _fork_the_log(image: Image) -> Image:
 _NO_CHAIN: tuple[Patch, ...] = ((history, "_check_link", never(None)),)
 _SHARED: tuple[Patch, ...] = tuple(
     (module, "generation_directory", _shared_directory)
-    for module in (manifest, generations, miniature)
+    for module in (fields, manifest, generations, miniature)
 )
 
 _ONE = ("open", "save")
@@ -365,6 +366,18 @@ BUGS: tuple[Bug, ...] = (
         "latest_is_whole",
         patches=((Pruner, "_retire", _files_first),),
         scenes=("open", "save", "save", "prune"),
+    ),
+    Bug(
+        "a prune deletes what others refer to",
+        "latest_is_whole",
+        patches=((Sharing, "of", never(Shared())),),
+        scenes=("open", "save", "save_more", "prune"),
+    ),
+    Bug(
+        "a generation may refer to a retired one",
+        "latest_is_whole",
+        patches=((Standing, "_refuse_base", never(None)),),
+        scenes=("open", "save", "save_more_retired"),
     ),
     Bug(
         "a fenced attempt may publish",

@@ -13,6 +13,7 @@ from coherent_ray.commit.fates import Fate
 from coherent_ray.commit.history import History, Standing
 from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement
+from coherent_ray.commit.sharing import Shared, Sharing
 from coherent_ray.drill.exploration import explore
 from coherent_ray.drill.patching import Patch, planted
 from coherent_ray.drill.planted import answer_first, any_attempt, never, no_fence
@@ -107,6 +108,10 @@ _REPEATED: tuple[Patch, ...] = (
     (History, "record_of", never(None)),
     (Standing, "_refuse_publish", any_attempt),
 )
+#: Two attempts, the second of which refers to what the first has published; one is given up.
+_PRUNED = Bounds(
+    ranks=1, attempts=2, crashes=0, losses=0, doubles=0, timeouts=0, refers=True, prunes=1
+)
 RULES: tuple[Rule, ...] = (
     Rule(
         "an acknowledgement is counted twice",
@@ -173,5 +178,17 @@ RULES: tuple[Rule, ...] = (
         "a_fenced_attempt_publishes_nothing",
         Bounds(ranks=1, crashes=0, losses=0, doubles=0),
         ((Standing, "_refuse_publish", any_attempt), (CommitLog, "_check", no_fence)),
+    ),
+    Rule(
+        "the log lets a generation refer to a retired one",
+        "what_is_published_is_whole",
+        _PRUNED,
+        ((Standing, "_refuse_base", never(None)),),
+    ),
+    Rule(
+        "a prune deletes what others refer to",
+        "what_is_published_is_whole",
+        _PRUNED,
+        ((Sharing, "of", never(Shared())),),
     ),
 )

@@ -30,11 +30,11 @@ from coherent_ray.storage.base import TEMPORARY_PREFIX, Storage
 from coherent_ray.storage.testing.disk import Image, Model
 from coherent_ray.storage.testing.power import Recorder, Step, materialise, watched
 
-#: Two attempts and a restart, four generations of which two go and one is read back, a torn shard,
-#: a race, a zombie.
+#: Two attempts and a restart; generations that refer to earlier ones, which go, and one of which
+#: goes too early; one is read back; a torn shard, a race, a zombie.
 SCENES = (
-    "open", "save", "save", "prune", "save_short", "save_overtaken", "save", "rank_comes_late",
-    "reopen", "save_read_back", "prune",
+    "open", "save", "save_more", "prune", "save_short", "save_overtaken", "save",
+    "rank_comes_late", "save_more_retired", "save", "reopen", "save_read_back", "prune",
 )  # fmt: skip
 #: The same in short, for where time is dear.
 SHORT_SCENES = ("open", "save", "save_overtaken", "save", "prune")

@@ -31,12 +31,15 @@ from coherent_ray.commit.events import (
     Tick,
     WriteManifest,
 )
+from coherent_ray.commit.generations import Generations
 from coherent_ray.commit.history import History
+from coherent_ray.commit.leftovers import survey
 from coherent_ray.commit.log import CommitLog, record_path
 from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.read_back import read_back
-from coherent_ray.drill.miniature import RUN, header_of_generation, write_and_word
+from coherent_ray.commit.records import RetireBody
+from coherent_ray.drill.miniature import RUN, Line, header_of_generation, write_and_word
 from coherent_ray.storage.base import Entry
 from coherent_ray.storage.testing.faults import flipped
 from coherent_ray.storage.testing.memory import MemoryStorage
@@ -59,6 +62,10 @@ class Bounds:
     """Whether ranks read one another's shards before anything is published."""
     flips: int = 0
     """Bits that turn between a rank and the storage."""
+    refers: bool = False
+    """Whether what a later attempt saves refers to what is latest when it opens."""
+    prunes: int = 0
+    """Generations that are given up, whichever, and whose files go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +79,18 @@ class Member:
     """``computes``, ``waits``, ``reads``, or the fate that it heard."""
     has_read: bool = False
     """Whether it has read another's shard, and says so from then on."""
+    earlier: tuple[tuple[int, int], ...] = ()
+    """Generations that its one refers to, by number and attempt: the base last."""
 
     @property
     def key(self) -> Key:
         """Its generation."""
         return Key(self.attempt, self.number)
+
+    @property
+    def line(self) -> Line:
+        """Its generation, and what that came from."""
+        return (*self.earlier, (self.number, self.attempt))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,6 +149,10 @@ class World:
     asked: tuple[str, ...] = ()
     """What was asked for that must not be, in words; the machine's own rules."""
 
+    doomed: tuple[str, ...] | None = ()
+    """Files that a prune has found and is about to delete; None: it has given up a generation, and
+    has not looked yet."""
+
     turned: frozenset[tuple[Key, int]] = frozenset()
     """Shards, by generation and rank, of which a bit turned on the way to the storage."""
 
@@ -150,7 +168,7 @@ class World:
         records = tuple(record.digest for record in self.history.records)
         offices = tuple(office.identity if office else None for office in self.offices)
         network = tuple(sorted(self.network, key=repr))
-        seen = (self.told, self.asked, self.turned)
+        seen = (self.told, self.asked, self.turned, self.doomed)
         return (self.bounds, named, records, offices, self.members, network, seen)
 
     def next(self) -> Iterator[tuple[str, World]]:
@@ -161,6 +179,36 @@ class World:
             yield from self._of_member(index)
         for message in dict.fromkeys(self.network):
             yield from self._of_message(message)
+        yield from self._of_prunes()
+
+    # --- prunes -----------------------------------------------------------------------------------
+
+    def _of_prunes(self) -> Iterator[tuple[str, World]]:
+        """Yield the steps of a prune, between any two of which others may act.
+
+        Any live generation may be given up, also those that retention would never choose.
+        """
+        if self.doomed is None:
+            yield "a prune looks at what is left over", replace(self, doomed=self._left_over())
+        elif self.doomed:
+            files = {path: data for path, data in self.files.items() if path not in self.doomed}
+            yield "a prune deletes what it found", replace(self, files=files, doomed=())
+        if self.doomed is None or not self.bounds.prunes:
+            return
+        for publish in self.history.live:
+            storage, log = self._reached(None)
+            log.append(RetireBody(publish.number, publish.attempt), self.history.attempt)
+            bounds = replace(self.bounds, prunes=self.bounds.prunes - 1)
+            given_up = replace(
+                self, bounds=bounds, files=storage.files, history=log.read_on(), doomed=None
+            )
+            yield f"a prune gives up {publish.name}", given_up
+
+    def _left_over(self) -> tuple[str, ...]:
+        storage, log = self._reached(None)
+        generations = Generations(storage, log)
+        found = survey(storage, generations, self.history, self.history.retired, [])
+        return tuple(entry.path for entry in found.files)
 
     # --- coordinators -----------------------------------------------------------------------------
 
@@ -196,7 +244,11 @@ class World:
         history = log.read_on()
         attempt = history.attempt
         bounds = replace(self.bounds, attempts=self.bounds.attempts - 1)
-        joined = tuple(Member(attempt, history.next_number, rank) for rank in range(bounds.ranks))
+        earlier = self._latest_line() if bounds.refers else ()
+        joined = tuple(
+            Member(attempt, history.next_number, rank, earlier=earlier)
+            for rank in range(bounds.ranks)
+        )
         opened = replace(
             self, bounds=bounds, files=storage.files, history=history,
             members=self.members + joined,
@@ -279,7 +331,7 @@ class World:
         member = self.members[index]
         who = f"rank {member.rank} of {member.key}"
         if member.phase == "computes":
-            files = _shard(member.rank, *member.key, self.bounds.ranks)[1]
+            files = _shard(member.rank, member.line, self.bounds.ranks)[1]
             written = replace(self, files=self.files | files)
             yield from written._calls(index, f"{who} writes and calls")
             if self.bounds.flips:
@@ -352,14 +404,19 @@ class World:
 
     def _word(self, member: Member, *, has_read: bool) -> Acknowledgement:
         ranks = self.bounds.ranks
-        ack = _shard(member.rank, *member.key, ranks)[0]
+        ack = _shard(member.rank, member.line, ranks)[0]
         if not has_read:
             return ack
         storage = MemoryStorage()
         storage.files = self.files
-        shard = _shard((member.rank - 1) % ranks, *member.key, ranks)[0].shard
+        shard = _shard((member.rank - 1) % ranks, member.line, ranks)[0].shard
         header = header_of_generation(member.number, member.attempt, ranks)
         return replace(ack, read_back=read_back(storage, header, shard))
+
+    def _latest_line(self) -> Line:
+        latest = self.history.latest
+        key = Key(latest.attempt, latest.number) if latest else None
+        return next((member.line for member in self.members if member.key == key), ())
 
     def _seat(self, index: int, office: Office | None) -> World:
         offices = list(self.offices)
@@ -382,7 +439,7 @@ class World:
 
 def word_of(rank: int, attempt: int, number: int, ranks: int) -> Acknowledgement:
     """Return what a rank says when it has written its shard."""
-    return _shard(rank, attempt, number, ranks)[0]
+    return _shard(rank, ((number, attempt),), ranks)[0]
 
 
 class _Stale(MemoryStorage):
@@ -430,9 +487,8 @@ def _copied_stage(stage: Stage) -> Stage:
 
 
 @functools.cache
-def _shard(
-    rank: int, attempt: int, number: int, ranks: int
-) -> tuple[Acknowledgement, dict[str, bytes]]:
+def _shard(rank: int, line: Line, ranks: int) -> tuple[Acknowledgement, dict[str, bytes]]:
     storage = MemoryStorage()
-    ack = write_and_word(storage, rank, number, attempt, ranks)
+    base = _shard(rank, line[:-1], ranks)[0].shard if len(line) > 1 else None
+    ack = write_and_word(storage, rank, line, ranks, base)
     return ack, storage.files

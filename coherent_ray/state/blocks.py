@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from coherent_ray.commit.inspection import absence, is_lost
 from coherent_ray.commit.manifest import CUT_ALIGNMENT, Manifest, ShardRecord
+from coherent_ray.commit.shard_records import Places
 from coherent_ray.digests import new_hasher
 from coherent_ray.errors import NotFound, ShardDamaged, StorageError
 from coherent_ray.state.header import header_of
@@ -24,9 +25,9 @@ class Block:
 
     index: int
     first: int
-    """First byte of the file."""
+    """First byte of the shard."""
     last: int
-    """The byte of the file after its last."""
+    """The byte of the shard after its last."""
 
 
 class ShardReader:
@@ -36,26 +37,28 @@ class ShardReader:
         self._storage = storage
         self._flat = flat
         self.record = record
+        self._places = Places(record)
         self._header = header_of(flat, record.start, record.stop)
         if len(self._header) != record.header_bytes or record.block_bytes % CUT_ALIGNMENT:
             raise self.damage("the manifest describes a shard that this format cannot be")
 
     def check_size(self, sizes: Sizes | None = None) -> None:
-        """Check that the file is there, with the size that the manifest says.
+        """Check that each file that holds bytes of it is there, as long as the manifest says.
 
         Args:
-            sizes: Of the files in the generation's directory, where several are looked at.
+            sizes: Of the files that hold the shards, where several are looked at.
 
         Raises:
-            ShardDamaged: It is not.
+            ShardDamaged: One is not.
         """
-        path, expected = self.record.path, self.record.size
-        try:
-            size = sizes.of(path, expected) if sizes else self._storage.size(path)
-        except NotFound as error:
-            raise self.damage(f"the shard {absence(error)[1]}") from error
-        if size != self.record.size:
-            raise self.damage(f"the shard has {size} bytes instead of {self.record.size}")
+        for file in self.record.files:
+            try:
+                size = sizes.of(file.path, file.size) if sizes else self._storage.size(file.path)
+            except NotFound as error:
+                raise self.damage(f"the shard {absence(error)[1]}", path=file.path) from error
+            if size != file.size:
+                what = f"the shard has {size} bytes instead of {file.size}"
+                raise self.damage(what, path=file.path)
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """Yield the blocks that hold bytes ``[start, stop)`` of the flat state, and no others."""
@@ -89,16 +92,19 @@ class ShardReader:
             StorageError: The storage failed.
         """
         target = buffer[: block.last - block.first]
-        try:
-            count = self._storage.read_into(self.record.path, block.first, target)
-        except NotFound as error:
-            raise self.damage(f"the shard {absence(error)[1]}") from error
-        except StorageError as error:
-            if not is_lost(error):
-                raise
-            raise self.damage("it cannot be read from the device", block) from error
-        if count != len(target):
-            raise self.damage(f"the shard ends after {block.first + count} bytes", block)
+        count = 0
+        for path, at, size in self._places.pieces(block.first, block.last):
+            try:
+                found = self._storage.read_into(path, at, target[count : count + size])
+            except NotFound as error:
+                raise self.damage(f"the shard {absence(error)[1]}", path=path) from error
+            except StorageError as error:
+                if not is_lost(error):
+                    raise
+                raise self.damage("it cannot be read from the device", block, path) from error
+            if found != size:
+                raise self.damage(f"the shard ends after {at + found} bytes", block, path)
+            count += size
         hasher = new_hasher(self.record.algorithm)
         hasher.update(target)
         if hasher.hexdigest() != self.record.blocks[block.index]:
@@ -108,19 +114,29 @@ class ShardReader:
             raise self.damage("the header is not that of this part of the state", block)
         return target[len(head) :]
 
-    def damage(self, what: str, block: Block | None = None) -> ShardDamaged:
-        """Return the error for this shard, or for one block of it."""
-        path = self.record.path
-        details: dict[str, object] = {"shard": path}
+    def damage(
+        self, what: str, block: Block | None = None, path: str | None = None
+    ) -> ShardDamaged:
+        """Return the error for this shard, or for one block of it.
+
+        Args:
+            what: What is wrong.
+            block: Where, if that is known.
+            path: The file; None: the one in which the block begins, or the shard's own.
+        """
+        details: dict[str, object] = {"shard": self.record.path}
         if block is not None:
+            files = [piece.path for piece in self._places.pieces(block.first, block.last)]
+            path = path or files[0]
             names = [piece.name for piece in self._flat.pieces(*self.flat_range(block))]
-            what = f"block {block.index} (bytes {block.first} to {block.last}): {what}; it holds "
-            what += _listed(names) if names else "the header"
+            of = "" if set(files) == {self.record.path} else f" of {self.record.path}"
+            what = f"block {block.index} (bytes {block.first} to {block.last}{of}): {what}; it "
+            what += f"holds {_listed(names) if names else 'the header'}"
             details |= {"block": block.index, "first_byte": block.first, "last_byte": block.last}
-            details["tensors"] = names
+            details |= {"tensors": names, "files": list(dict.fromkeys(files))}
         return ShardDamaged(
             what,
-            where=path,
+            where=path or self.record.path,
             remedy="Resume from an earlier generation (`on_damage: fall_back` does), or restore "
             "the file from a copy.",
             details=details,
@@ -183,10 +199,9 @@ def check_sizes(storage: Storage, readers: Sequence[ShardReader]) -> None:
     Raises:
         ShardDamaged: One is not; the first one in order.
     """
-    if readers:
-        sizes = Sizes(storage, readers[0].record.path.rpartition("/")[0], len(readers))
-        for reader in readers:
-            reader.check_size(sizes)
+    sizes = Sizes(storage, (file.path for reader in readers for file in reader.record.files))
+    for reader in readers:
+        reader.check_size(sizes)
 
 
 def _listed(names: list[str]) -> str:

@@ -1,8 +1,10 @@
 """Shard files: this rank's bytes of the state, streamed, hashed by block, durable; and back.
 
 A shard is an ordinary ``.safetensors`` file (`coherent_ray.state.header`). Its name and its bytes
-follow from layout, rank and rank count. Any state loads at any rank count, because a reader asks
-for ranges of the flat state and does not care how many files they lie in.
+follow from layout, rank and rank count. Where most of it is as it was in the generation before, the
+file holds what has changed, and the record says where the rest lies (`coherent_ray.state.reuse`).
+Any state loads at any rank count, because a reader asks for ranges of the flat state and does not
+care how many files they lie in.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -36,6 +39,7 @@ from coherent_ray.state.blocks import FlatReader, check_sizes, longest_block, re
 from coherent_ray.state.flat import from_bytes
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import TORCH_DTYPES, FlatState, check_tensors
+from coherent_ray.state.reuse import Known, plan
 from coherent_ray.state.sharded import first_item_here, here, is_distributed
 from coherent_ray.state.sinks import Box, Boxes, LiveTensors, NewTensors, fill
 from coherent_ray.storage.base import Storage
@@ -69,6 +73,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
     algorithm: Algorithm = SHARD_ALGORITHM,
     block_bytes: int = BLOCK_BYTES,
     hooks: Hooks | None = None,
+    known: Known | None = None,
     times: ShardTimes | None = None,
 ) -> ShardRecord:
     """Write one rank's shard; it is durable when the call returns.
@@ -86,6 +91,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         block_bytes: Bytes hashed as one; a multiple of 16.
         hooks: Called at ``shard:begun``, ``shard:half-written``, ``shard:unsynced`` and
             ``shard:written``.
+        known: What need not be written where it is as it was; None: all is written.
         times: Where to tell how long it took; None: nowhere.
 
     Raises:
@@ -104,9 +110,21 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         raise ValueError(f"rank {rank} of {ranks} owns {stop - start} bytes, not {len(memory)}")
     header = header_of(FlatState(layout), start, stop)
     path = shard_path(directory, rank, ranks)
-    times = times or ShardTimes()
     parts = header, memory
-    blocks = _write_and_hash(storage, path, parts, algorithm, block_bytes, hooks, times)
+    times = times or ShardTimes()
+    digests: dict[int, str] = {}
+    planned = None
+    if known is not None and len(header) + len(memory) == known.shard.size:
+        begun = time.monotonic()
+        planned = plan(known, partial(_hash, parts, algorithm), digests)
+        times.hash_s = time.monotonic() - begun
+    if planned is not None:
+        _write(storage, path, planned.header, planned.written, parts, hooks, times)
+        blocks = planned.digests
+    else:
+        blocks = _write_and_hash(
+            storage, path, parts, algorithm, block_bytes, hooks, digests, times
+        )
     return ShardRecord(
         rank=rank,
         path=path,
@@ -118,6 +136,7 @@ def write_shard(  # noqa: PLR0917 - a file is described by this many facts
         block_bytes=block_bytes,
         blocks=tuple(blocks),
         digest=digest_of(b"".join(map(bytes.fromhex, blocks)), algorithm),
+        reuse=planned.reuse if planned else None,
     )
 
 
@@ -257,53 +276,77 @@ def _write_and_hash(  # noqa: PLR0917
     algorithm: Algorithm,
     block_bytes: int,
     hooks: Hooks | None,
+    digests: Mapping[int, str],
     times: ShardTimes,
 ) -> list[str]:
-    """Return the blocks' digests, in hex."""
+    """Write a shard whole, and return its blocks' digests in hex; some may be known already."""
     given_up = threading.Event()
     size = len(parts[0]) + len(parts[1])
     edges = [*range(0, size, block_bytes), size]
+    spans = [(0, size // 2), (size // 2, size)] if hooks else [(0, size)]
     with ThreadPoolExecutor(1, "coherent-ray-hash") as pool:
-        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up, times)
-        begun = time.monotonic()
+        hashing = pool.submit(_hash_blocks, parts, edges, algorithm, given_up, digests, times)
         try:
-            with storage.open_writer(path) as writer:
-                _call(hooks, "shard:begun")
-                half = size // 2 if hooks else size
-                for first, last in pairwise(sorted({*range(0, size, _WRITE_BYTES), half, size})):
-                    for view in _views(parts, first, last):
-                        writer.write(view)
-                    if last == half:
-                        _call(hooks, "shard:half-written")
-                _call(hooks, "shard:unsynced")
-                written = time.monotonic()
-                writer.finish()
+            _write(storage, path, b"", spans, parts, hooks, times)
         except BaseException:
             given_up.set()
             raise
-        times.write_s, times.sync_s = written - begun, time.monotonic() - written
-        _call(hooks, "shard:written")
         return hashing.result()
 
 
-def _hash_blocks(
+def _write(  # noqa: PLR0917
+    storage: Storage,
+    path: str,
+    lead: bytes,
+    spans: Sequence[tuple[int, int]],
+    parts: tuple[bytes, memoryview],
+    hooks: Hooks | None,
+    times: ShardTimes,
+) -> None:
+    """Write a file of `lead` and some spans of the shard; it is durable when the call returns."""
+    begun = time.monotonic()
+    with storage.open_writer(path) as writer:
+        _call(hooks, "shard:begun")
+        if lead:
+            writer.write(lead)
+        for index, span in enumerate(spans):
+            if index == len(spans) // 2:
+                _call(hooks, "shard:half-written")
+            for first, last in pairwise([*range(*span, _WRITE_BYTES), span[1]]):
+                for view in _views(parts, first, last):
+                    writer.write(view)
+        if not spans:
+            _call(hooks, "shard:half-written")
+        _call(hooks, "shard:unsynced")
+        written = time.monotonic()
+        writer.finish()
+    times.write_s, times.sync_s = written - begun, time.monotonic() - written
+    _call(hooks, "shard:written")
+
+
+def _hash_blocks(  # noqa: PLR0917
     parts: tuple[bytes, memoryview],
     edges: list[int],
     algorithm: Algorithm,
     given_up: threading.Event,
+    digests: Mapping[int, str],
     times: ShardTimes,
 ) -> list[str]:
     result = []
     begun = time.monotonic()
-    for first, last in pairwise(edges):
+    for block, (first, last) in enumerate(pairwise(edges)):
         if given_up.is_set():
             break
-        hasher = new_hasher(algorithm)
-        for view in _views(parts, first, last):
-            hasher.update(view)
-        result.append(hasher.hexdigest())
-    times.hash_s = time.monotonic() - begun
+        result.append(digests.get(block) or _hash(parts, algorithm, first, last))
+    times.hash_s += time.monotonic() - begun
     return result
+
+
+def _hash(parts: tuple[bytes, memoryview], algorithm: Algorithm, first: int, last: int) -> str:
+    hasher = new_hasher(algorithm)
+    for view in _views(parts, first, last):
+        hasher.update(view)
+    return hasher.hexdigest()
 
 
 def _views(parts: tuple[bytes, memoryview], first: int, last: int) -> Iterator[memoryview]:

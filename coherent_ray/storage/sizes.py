@@ -7,6 +7,10 @@ expected, is asked for by itself, since a network file system may list what it s
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
+from collections.abc import Iterable
+
 from coherent_ray.errors import StorageError
 from coherent_ray.storage.base import Storage
 
@@ -15,23 +19,22 @@ MANY = 64
 
 
 class Sizes:
-    """Sizes of files in one directory. For one look: what it has listed is not listed again."""
+    """Sizes of many files. For one look: what it has listed is not listed again."""
 
-    def __init__(self, storage: Storage, directory: str, files: int) -> None:
-        """List the directory where that pays.
+    def __init__(self, storage: Storage, paths: Iterable[str]) -> None:
+        """List the directories where that pays.
 
         Args:
             storage: Any.
-            directory: Where the files lie.
-            files: How many will be asked for.
+            paths: The files that will be asked for.
         """
         self._storage = storage
         self._listed: dict[str, int] = {}
-        if files >= MANY:
-            try:
-                self._listed = {entry.path: entry.size for entry in storage.list(directory)}
-            except StorageError:
-                self._listed = {}  # whoever asks for a file hears what is wrong
+        for directory, files in Counter(path.rpartition("/")[0] for path in set(paths)).items():
+            if files >= MANY:
+                # If it cannot be listed, whoever asks for a file hears what is wrong.
+                with contextlib.suppress(StorageError):
+                    self._listed |= {entry.path: entry.size for entry in storage.list(directory)}
 
     def of(self, path: str, expected: int) -> int:
         """Return a file's size in bytes.

@@ -27,7 +27,7 @@ class Cached(Protocol):
 
 
 def from_device(storage: Storage) -> Storage:
-    """Return a storage whose large reads, in order from a file's first byte, miss the cache.
+    """Return a storage whose large reads, one file after the other and in order, miss the cache.
 
     And leave nothing in it: reading back must not push out what the training reads.
     """
@@ -40,15 +40,17 @@ class _FromDevice:
     def __init__(self, inner: Storage, cache: Cached) -> None:
         self._inner = inner
         self._cache = cache
+        self._path = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def read_into(self, path: str, start: int, target: memoryview) -> int:
         """Fill a buffer from a file; see `Storage.read_into`."""
-        if start == 0:
+        if start == 0 or path != self._path:
             # All of it, and once: the kernel reads ahead of us from here on.
             self._cache.forget(path)
+        self._path = path
         count = self._inner.read_into(path, start, target)
         self._cache.forget(path, start, count)
         return count

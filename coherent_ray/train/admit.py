@@ -34,6 +34,7 @@ from coherent_ray.errors import (
     TrainingFailed,
 )
 from coherent_ray.state.capture import check_spec, spec_digest, state_spec
+from coherent_ray.state.reuse import Previous, previous_of
 from coherent_ray.state.shards import load_rows, load_state
 from coherent_ray.state.weights import Weights
 from coherent_ray.storage import open_storage
@@ -87,6 +88,14 @@ class Admitted:
     """Generations that this rank has passed over, since it found them damaged."""
     directory: str = ""
     """The driver's current directory, which a configuration's relative paths mean."""
+
+    @property
+    def previous(self) -> Previous | None:
+        """The generation that was verified and is gone on from, if this rank's shard is in it."""
+        manifest = self.selected.manifest if self.selected else None
+        if manifest is None or manifest.header.ranks != self.ranks:
+            return None
+        return previous_of(manifest.header, manifest.shards[self.rank])
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,6 @@ def _look(
 
 
 def _damages(storage: Storage, manifest: Manifest, *, deep: bool) -> Iterator[Damage]:
-    sizes = Sizes(storage, manifest.header.directory, len(manifest.shards))
+    sizes = Sizes(storage, manifest.files)
     for shard in manifest.shards:
         yield from shard_damage(storage, manifest.header, shard, deep=deep, sizes=sizes)

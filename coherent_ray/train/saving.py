@@ -23,12 +23,14 @@ from typing import Any, Protocol
 
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.fates import Fate
+from coherent_ray.commit.findings import read_findings
 from coherent_ray.commit.log import DIRECTORY, CommitLog
 from coherent_ray.commit.manifest import (
     RECEIPTS_BYTES,
     Acknowledgement,
     GenerationHeader,
     ShardRecord,
+    generation_name,
 )
 from coherent_ray.commit.prints import prints_of
 from coherent_ray.commit.read_back import Reply, Request, read_back
@@ -38,6 +40,7 @@ from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
 from coherent_ray.state.capture import State
 from coherent_ray.state.fingerprint import Fingerprint
+from coherent_ray.state.reuse import Known, Previous, previous_of
 from coherent_ray.state.shards import ShardTimes, write_shard
 from coherent_ray.state.snapshot import Snapshot
 from coherent_ray.state.writer import BackgroundWriter
@@ -75,6 +78,7 @@ class Saved:
     durable_s: float
     """Seconds from the snapshot until this rank knew the fate."""
     shard_bytes: int
+    """Bytes that this rank wrote."""
     times: dict[str, float]
     """Seconds by name: those of `Timings`, and ``acknowledge_s``, from this rank's word to the
     generation's fate. What was not come to is not there."""
@@ -149,6 +153,7 @@ class Saver:
         hook: Hook | None = None,
         *,
         log: CommitLog | None = None,
+        previous: Previous | None = None,
     ) -> None:
         """Make a saver; nothing is allocated before the first save.
 
@@ -160,6 +165,7 @@ class Saver:
             hook: Called at named points, for drills.
             log: The commit log as this rank has read it: before each save its last record is looked
                 for again. None: it is not.
+            previous: The generation that the first save may refer to, verified; None: none.
         """
         self._storage = AttendedStorage(storage)
         self._log = log
@@ -167,6 +173,8 @@ class Saver:
         self._options = options
         self._line = line
         self._hook = hook
+        self._previous = [previous] if previous else []  # the thread's, once there is one
+        """The newest published generations, two at most, if no save has failed since."""
         self._writer = BackgroundWriter()
         self._snapshot: Snapshot | None = None
         self._pending: Future[Saved] | None = None
@@ -316,18 +324,27 @@ class Saver:
     def _save(self, flight: _Flight) -> Saved:
         header = flight.boundary.header
         fate, size = Fate("failed", header.number, header.attempt, "it was given up"), 0
+        shard: ShardRecord | None = None
+        known: Known | None = None
         try:
-            shard = self._write(flight)
-            size = shard.size
+            known = self._known(header)
+            shard = self._write(flight, known)
+            size = shard.own_file.size
             fate = self._acknowledge(flight, self._word(flight, shard)) or fate
         except Exception as error:
             flight.heard()
             if not flight.given_up:
                 fate = self._published(header) or self._failed(header, error)
+        # After a save that failed, for whatever reason, the next one refers to nothing.
+        if shard is not None and fate.kind == "published":
+            latest = previous_of(header, shard, known.found if known else None)
+            self._previous = [*self._previous[-1:], latest]
+        else:
+            self._previous = []
         # What was given up is said by whoever gave it up; nobody looks at this fate.
         return flight.saved(fate, size)
 
-    def _write(self, flight: _Flight) -> ShardRecord:
+    def _write(self, flight: _Flight, known: Known | None) -> ShardRecord:
         assert self._snapshot is not None
         boundary, header = flight.boundary, flight.boundary.header
         reach(self._hook, "save:begin")
@@ -347,11 +364,31 @@ class Saver:
             self._options.digest,
             self._options.block_bytes,
             hooks=self._hook,
+            known=known,
             times=times,
         )
         flight.times |= asdict(times)
         reach(self._hook, "save:acknowledge")
         return shard
+
+    def _known(self, header: GenerationHeader) -> Known | None:
+        """Return what a generation may refer to; None: it is written whole."""
+        options = self._options
+        # Where two are kept, they share no file: what damages one leaves the other whole. So each
+        # refers to the last but one, which is kept until this one is published.
+        back = 1 if options.keep == 1 else 2
+        if len(self._previous) < back or not options.reuse_generations:
+            return None
+        previous = self._previous[-back]
+        if options.scrub_every_s is not None:
+            # A note, and not believed: it may be old. But what is known to be damaged is not used.
+            damaged = {name for name, found in read_findings(self._storage).items() if found.faults}
+            needed = {generation_name(*file.key) for file in previous.shard.files}
+            if damaged & {*needed, previous.base.name}:
+                return None
+        return previous.known(
+            header, options.digest, options.block_bytes, options.reuse_generations
+        )
 
     def _acknowledge(self, flight: _Flight, word: Acknowledgement) -> Fate | None:
         """Hand in the word, read back what is asked for, and return the fate; None: given up."""

@@ -375,6 +375,7 @@ class Session:
             self._line,
             self._hook,
             log=admitted.log,
+            previous=admitted.previous,
         )
         self.boundaries = Boundaries(admitted, saver, self.chain)
         self.cadence = self.boundaries.cadence

@@ -15,8 +15,8 @@ from coherent_ray.cli import INTERRUPTED, main
 from coherent_ray.errors import ConfigError, Fenced, StorageFull
 
 COMMANDS = [
-    "diff", "drill", "ls", "pin", "prove", "prune", "receipts", "run", "save", "show", "stop",
-    "submit", "unpin", "validate", "verify",
+    "diff", "drill", "export", "ls", "pin", "prove", "prune", "receipts", "run", "save", "show",
+    "stop", "submit", "unpin", "validate", "verify",
 ]  # fmt: skip
 READERS = ["ls", "show", "verify", "receipts"]
 

@@ -37,9 +37,11 @@ from coherent_ray.commit.manifest import (
     dump,
     load,
 )
+from coherent_ray.commit.partial_files import header_of_record
 from coherent_ray.commit.performer import perform
 from coherent_ray.commit.read_back import Request, read_back
 from coherent_ray.commit.service import Service
+from coherent_ray.commit.shard_records import Base, Places, Reuse, Run, StoredFile
 from coherent_ray.commit.testing.invariants import Witness, latest_is_whole, the_log_chain_holds
 from coherent_ray.digests import digest_of, new_hasher
 from coherent_ray.storage.base import Storage
@@ -66,6 +68,8 @@ class Ranks:
     attempt: int = 1
     run_id: str = RUN
     update: int = 10
+    base: Ranks | None = None
+    """What they refer to: the last block of each shard is new, the others are the base's."""
 
     @property
     def header(self) -> GenerationHeader:
@@ -90,15 +94,43 @@ class Ranks:
             receipts=receipts,
         )
 
-    def content(self, rank: int) -> bytes:
-        """The bytes of a rank's shard file."""
+    def whole(self, rank: int) -> bytes:
+        """The bytes of a rank's shard, wherever they lie."""
         start, stop = LAYOUT.cut(rank, self.ranks), LAYOUT.cut(rank + 1, self.ranks)
         size = HEADER_BYTES + stop - start
         seed = digest_of(f"{self.number} {self.attempt} {rank}".encode()).encode()
-        return (seed * (size // len(seed) + 1))[:size]
+        data = (seed * (size // len(seed) + 1))[:size]
+        if self.base is None:
+            return data
+        kept = (size - 1) // BLOCK * BLOCK
+        return self.base.whole(rank)[:kept] + data[kept:]
+
+    def content(self, rank: int) -> bytes:
+        """The bytes of a rank's shard file."""
+        if self.base is None:
+            return self.whole(rank)
+        data = self.whole(rank)
+        return header_of_record(self.shard(rank)) + data[(len(data) - 1) // BLOCK * BLOCK :]
+
+    def reuse(self, rank: int) -> Reuse | None:
+        """Where the bytes of a rank's shard lie, if not all in its file."""
+        if self.base is None:
+            return None
+        size, base = len(self.whole(rank)), self.base.shard(rank)
+        kept = (size - 1) // BLOCK * BLOCK
+        pieces = list(Places(base).pieces(0, kept))
+        used = list(dict.fromkeys(piece.path for piece in pieces))
+        runs = [Run(piece.size, used.index(piece.path) + 1, piece.at) for piece in pieces]
+        sizes = {file.path: file.size for file in base.files}
+        return Reuse(
+            base=Base(self.base.number, self.base.attempt),
+            written=4096 + size - kept,
+            files=tuple(StoredFile(path, sizes[path]) for path in used),
+            runs=(*runs, Run(size - kept, 0, 4096)),
+        )
 
     def shard(self, rank: int) -> ShardRecord:
-        data = self.content(rank)
+        data = self.whole(rank)
         blocks = [_xxh3(data[at : at + BLOCK]) for at in range(0, len(data), BLOCK)]
         return ShardRecord(
             rank=rank,
@@ -111,6 +143,7 @@ class Ranks:
             block_bytes=BLOCK,
             blocks=tuple(blocks),
             digest=f"xxh3_128:{_xxh3(bytes.fromhex(''.join(blocks)))}",
+            reuse=self.reuse(rank),
         )
 
     def ack(self, rank: int, /, **changes: Any) -> Acknowledgement:
@@ -237,7 +270,8 @@ def check_published_is_whole(storage: Storage) -> History:
             publish.number, publish.attempt,
         )  # fmt: skip
         for shard in manifest.shards:
-            content = storage.read(shard.path)
+            pieces = Places(shard).pieces(0, shard.size)
+            content = b"".join(storage.read(path, at, size) for path, at, size in pieces)
             blocks = [
                 _xxh3(content[at : at + shard.block_bytes])
                 for at in range(0, len(content), shard.block_bytes)

@@ -28,25 +28,32 @@ class MadeRun:
         self.log = CommitLog(storage, "setup")
         self.attempt = 0
         self.number = 0
+        self.newest: Ranks | None = None
 
     def open(self) -> None:
         self.attempt += 1
         self.log.open_attempt(RUN, f"token-{self.attempt}")
 
-    def publish(self, update: int | None = None) -> PublishBody:
-        """Write and publish the next generation: 2 shards, receipts, a manifest."""
+    def publish(self, update: int | None = None, *, refers: bool = False) -> PublishBody:
+        """Write and publish the next generation: 2 shards, receipts, a manifest.
+
+        It may refer to the one that was published before it.
+        """
         self.number += 1
         update = 10 * self.number if update is None else update
-        group = Ranks(ranks=2, number=self.number, attempt=self.attempt, update=update)
+        base = self.newest if refers else None
+        group = Ranks(2, self.number, self.attempt, update=update, base=base)
         group.write(self.storage)
+        self.newest = group
         segment = self.receipts(self.number, self.attempt, update)
-        header = dataclasses.replace(group.header, receipts=segment)
+        header = dataclasses.replace(group.header, receipts=segment, format=3 if refers else 1)
         shards = tuple(group.shard(rank) for rank in range(2))
-        data = dump(Manifest(header, digest_of(b"state"), shards))
+        manifest = Manifest(header, digest_of(b"state"), shards)
+        data = dump(manifest)
         body = PublishBody(
             number=self.number, attempt=self.attempt, update=update, epoch=0,
             manifest=f"{header.directory}/manifest.json", manifest_size=len(data),
-            manifest_digest=digest_of(data), receipts=segment,
+            manifest_digest=digest_of(data), receipts=segment, base=manifest.base,
         )  # fmt: skip
         self.storage.create(body.manifest, data)
         self.log.append(body, self.attempt)

@@ -140,8 +140,8 @@ def test_a_record_of_a_later_format_is_told_from_a_damaged_one() -> None:
     storage, _ = published(dump(MANIFEST))
     path = record_path(2)
     value = json.loads(storage.files[path])
-    storage.files[path] = canonical.dump(value | {"format": 2, "unknown": "of then"})
-    with pytest.raises(NewerLog, match="format 2") as caught:
+    storage.files[path] = canonical.dump(value | {"format": 3, "unknown": "of then"})
+    with pytest.raises(NewerLog, match="format 3") as caught:
         CommitLog(storage).read()
     assert isinstance(caught.value, LogDamaged)
     assert "version" in caught.value.remedy
@@ -149,9 +149,9 @@ def test_a_record_of_a_later_format_is_told_from_a_damaged_one() -> None:
 
 
 def test_a_manifest_of_a_later_format_is_no_damage_that_one_falls_back_from() -> None:
-    data = edited(lambda m: m["header"].update(format=3, unknown=1))
+    data = edited(lambda m: m["header"].update(format=4, unknown=1))
     storage, _ = published(data)
-    with pytest.raises(NewerFormat, match="format 3"):
+    with pytest.raises(NewerFormat, match="format 4"):
         Generations(storage).select("fall_back")
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 from ranks import RUN, Ranks, Shell
 from retained_runs import MadeRun, check_live_is_whole, damage, live_names, paths, run_of
-from test_history import pin
+from test_history import pin, retire
 from turns import interleave
 
 from coherent_ray.commit.generations import Generations
@@ -127,6 +127,33 @@ def test_a_publish_comes_through_whole(seed: int) -> None:
         assert {"g3-a1", "g4-a1"} <= {publish.name for publish in history.live} | {
             body.name for body in pruned.retired
         }
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("seed", SEEDS[::4])
+def test_a_publish_that_refers_is_whole_or_refused(seed: int, keep: int) -> None:
+    """Against a user who gives up what it refers to, and a prune of what is left over."""
+
+    def publishes(storage: Storage) -> list[str]:
+        shell = Shell(storage)
+        group = Ranks(ranks=2, number=4, attempt=1, update=40, base=run.newest)
+        group.write(storage)
+        return [fate.kind for fate in shell.save(group)]
+
+    def gives_up(storage: Storage) -> Pruned:
+        log = CommitLog(storage)
+        log.append(retire(3), 1)
+        return Pruner(storage, Policy(keep), log=log).prune(1)
+
+    run = run_of(3)
+    for fates, pruned in race(run, seed, publishes, gives_up):
+        assert fates in (["published"] * 2, ["failed"] * 2), fates
+        assert isinstance(pruned, Pruned), repr(pruned)
+        generations = Generations(run.storage)
+        for publish in generations.history().live:
+            found = {damage.details["kind"] for damage in generations.verify(publish)}
+            assert found <= {"receipts"}, publish.name
+        assert ("g4-a1" in live_names(run.storage)) == (fates[0] == "published")
 
 
 @pytest.mark.parametrize("seed", SEEDS[::4])

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from coherent_ray import canonical
-from coherent_ray.commit.manifest import ReceiptSegment
+from coherent_ray.commit.manifest import LaterFormat, ReceiptSegment
 from coherent_ray.commit.records import (
     AttemptBody,
     Body,
@@ -19,6 +19,7 @@ from coherent_ray.commit.records import (
     encode,
     kind_of,
 )
+from coherent_ray.commit.shard_records import Base
 from coherent_ray.digests import digest_of
 from coherent_ray.storage.testing.faults import flipped
 
@@ -117,8 +118,22 @@ def test_a_record_that_says_something_impossible_is_refused(
 
 def test_another_format_is_named() -> None:
     value = json.loads(encode(record(PUBLISH)))
-    with pytest.raises(ValueError, match="format 2, this version reads 1"):
-        decode(canonical.dump({**value, "format": 2}))
+    with pytest.raises(LaterFormat, match="format 3, this version reads 2"):
+        decode(canonical.dump({**value, "format": 3}))
+
+
+def test_a_publish_that_refers_to_another_generation_is_of_format_2_and_no_other_is() -> None:
+    """So that a version that does not know what it refers to deletes nothing of it."""
+    refers = dataclasses.replace(PUBLISH, base=Base(1, 1))
+    data = encode(record(refers))
+    assert json.loads(data)["format"] == 2
+    assert decode(data).body == refers
+    plain = json.loads(encode(record(PUBLISH)))
+    assert plain["format"] == 1
+    assert "base" not in plain["record"]["body"]
+    for text, other in ((data, 1), (encode(record(PUBLISH)), 2)):
+        with pytest.raises(ValueError, match="is not that of such a record"):
+            decode(canonical.dump({**json.loads(text), "format": other}))
 
 
 @pytest.mark.parametrize("data", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 100_000])

@@ -14,6 +14,9 @@ SMALL = [
     Bounds(ranks=2, attempts=1, crashes=0, losses=0, doubles=1, timeouts=1),
     Bounds(ranks=2, attempts=1, crashes=0, losses=0, doubles=0, reads_back=True, flips=1),
 ]
+REFERRING = Bounds(
+    ranks=1, attempts=2, crashes=0, losses=0, doubles=0, timeouts=0, refers=True, prunes=1
+)
 
 
 @pytest.mark.parametrize("bounds", SMALL)
@@ -30,6 +33,15 @@ def test_with_two_attempts_the_nearest_worlds_are_sound_and_fencing_is_reached()
     explored = explore(Bounds(ranks=1, attempts=2, crashes=0, losses=0, doubles=0), most=4000)
     assert (explored.broken, explored.example) == (None, "")
     assert {"published", "fenced"} <= explored.fates
+
+
+def test_whenever_a_generation_is_given_up_what_refers_to_it_is_whole_or_refused() -> None:
+    """A prune of whatever generation, in four steps, against a save that refers to it."""
+    explored = explore(REFERRING, finish=False)
+    assert (explored.broken, explored.example) == (None, "")
+    assert explored.complete
+    assert explored.worlds > 5000
+    assert {"published", "failed"} <= explored.fates, "both came first somewhere"
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "-"))

@@ -52,6 +52,20 @@ def test_all_is_forgotten_before_the_first_read_and_each_part_after_it(
     assert bytes(target[: len(DATA) - 10_000]) == DATA[10_000:]
 
 
+def test_a_file_that_is_met_in_its_middle_is_forgotten_whole_first(
+    storage: LocalStorage, advised: list[tuple[int, int]]
+) -> None:
+    """As where blocks lie in several files: none of them need be read from its first byte."""
+    storage.create("b", DATA)
+    device = from_device(storage)
+    target = memoryview(bytearray(100))
+    for path, at in (("a/file", 4096), ("a/file", 4196), ("b", 200), ("a/file", 4296)):
+        device.read_into(path, at, target)
+    assert advised == [
+        (0, 0), (4096, 100), (4196, 100), (0, 0), (200, 100), (0, 0), (4296, 100),
+    ]  # fmt: skip
+
+
 def test_other_verbs_are_the_storage_s_own(storage: LocalStorage) -> None:
     device = from_device(storage)
     assert device.read("a/file", 5, 3) == DATA[5:8]

@@ -152,9 +152,9 @@ def no_reader_selects_what_is_torn_or_foreign(storage: Storage, witness: Witness
     assert publish.name == _name(live[-1]), f"a reader is given {publish.name}"
     header = manifest.header
     assert (header.number, header.attempt) == (publish.number, publish.attempt), "a foreign one"
-    for shard in manifest.shards:
-        known = witness.shards.get(shard.path)
-        assert known is None or storage.read(shard.path) == known, f"{shard.path} is torn"
+    for path in sorted(manifest.files):
+        known = witness.shards.get(path)
+        assert known is None or storage.read(path) == known, f"{path} is torn"
 
 
 @invariant
@@ -179,8 +179,8 @@ def damage_is_never_selected(storage: Storage, witness: Witness) -> None:
     except CoherentRayError:
         return
     assert _broken(the_log_chain_holds, storage, witness) is None, "a reader believes the log"
-    for shard in selected.manifest.shards if selected else ():
-        assert storage.read(shard.path) == witness.shards[shard.path], f"{shard.path} is damaged"
+    for path in sorted(selected.manifest.files) if selected else ():
+        assert storage.read(path) == witness.shards[path], f"{path} is damaged"
 
 
 #: All that need nothing but a root; in this order, so that the cause is named before its effects.
@@ -245,11 +245,23 @@ def _name(body: dict[str, Any]) -> str:
 
 
 def _check_shard(storage: Storage, witness: Witness, shard: dict[str, Any]) -> None:
-    content, path = storage.read(shard["path"]), shard["path"]
+    path = shard["path"]
+    reuse = shard.get("reuse") or {
+        "written": shard["size"], "files": [], "runs": [[shard["size"], 0, 0]],
+    }  # fmt: skip
+    files = [{"path": path, "size": reuse["written"]}, *reuse["files"]]
+    contents = [_checked_file(storage, witness, **file) for file in files]
+    content = b"".join(contents[file][at : at + size] for size, file, at in reuse["runs"])
     assert len(content) == shard["size"], f"{path} has {len(content)} bytes of {shard['size']}"
     assert list(_blocks(content, shard)) == shard["blocks"], f"{path} is damaged"
+
+
+def _checked_file(storage: Storage, witness: Witness, path: str, size: int) -> bytes:
+    content = storage.read(path)
+    assert len(content) == size, f"{path} has {len(content)} bytes of {size}"
     if path in witness.shards:
         assert content == witness.shards[path], f"{path} is not what its rank wrote"
+    return content
 
 
 def _blocks(content: bytes, shard: dict[str, Any]) -> Iterator[str]:
