@@ -235,9 +235,11 @@ def _stop_coordinator(run_id: str) -> Any:
     import ray
 
     from coherent_ray.train import coordinators
+    from coherent_ray.train.memory import keepers
 
     try:
-        return coordinators.stop(run_id)
+        kept = keepers.stop(run_id)
+        return coordinators.stop(run_id) or bool(kept)
     finally:
         ray.shutdown()
 

@@ -35,23 +35,19 @@ from coherent_ray.errors import (
     PeerLost,
     ReplicaDiverged,
     SaveFailed,
-    StateMismatch,
     TrainingFailed,
 )
 from coherent_ray.state.capture import (
     MODEL,
     State,
     capture,
-    check_spec,
     check_unchanged,
     plain,
-    restore,
     state_spec,
 )
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.optimizer import require_plain_step
-from coherent_ray.state.sharded import placed
-from coherent_ray.train import agreement, datasets, fsdp, hooks, origin, resettings
+from coherent_ray.train import agreement, datasets, fsdp, hooks
 from coherent_ray.train import partial as partial_
 from coherent_ray.train.admit import Admitted, current
 from coherent_ray.train.boundaries import Boundaries
@@ -59,21 +55,21 @@ from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
+from coherent_ray.train.memory.wiring import memory_of
 from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.own_line import in_words, own_line
 from coherent_ray.train.partial import Usable, usable
 from coherent_ray.train.progress import Progress
 from coherent_ray.train.receipts import ReceiptChain
 from coherent_ray.train.reduce import LaneReducer, Met, Reduced
+from coherent_ray.train.restoring import give_state
 from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
 from coherent_ray.train.update import Update, lanes_with_examples
 from coherent_ray.train.whereabouts import LISTEN_S, REPEAT_S, Beacon
-from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
+from coherent_ray.train.wishes import CANNOT_KEEP, WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
 Collate = Callable[..., Any]
-#: What a generation holds of an update that was not done.
-Stored = tuple[partial_.Record, dict[str, torch.Tensor]]
 
 
 def session(config: Config | None = None, *, collate: Collate | None = None) -> Session:
@@ -202,7 +198,7 @@ class Session:
         self.scaler = scaler
         if self.sharded:
             fsdp.require_sharded(plain(model), self.ranks, average)
-        stored = self._restore()
+        stored = give_state(self._admitted, self)
         self._spec = state_spec(model)
         if scaler is not None:
             # It has no scale before its first use, and this rank's first update may have no
@@ -280,9 +276,13 @@ class Session:
         ended = self.stopped or number == self.updates_total
         self._leaves = bool(wishes & WISH_LEAVE) and not ended
         due = number % self.config.checkpoint.every_updates == 0
-        if due or ended or wishes & WISH_SAVE:
-            if self.config.training.on_nonfinite == "stop":
-                fsdp.require_finite(self.reducer, self.model, number)
+        saves = due or ended or bool(wishes & WISH_SAVE)
+        keeps = self.memory.is_due(number) and not ended
+        if (saves or keeps) and self.config.training.on_nonfinite == "stop":
+            fsdp.require_finite(self.reducer, self.model, number)
+        if keeps:
+            self.keep(agreed=not wishes & CANNOT_KEEP)
+        if saves:
             self.boundaries.save(self.position, self.capture())
         elif self._checks(number):
             agreement.check_replicas(self.capture(), number, self.rank, self.ranks, self.device)
@@ -291,6 +291,11 @@ class Session:
         self.progress.update(update, self.chain.tip, self.boundaries, ended=ended)
         if not ended:
             self.beacon.at(number + 1, "data")
+
+    def keep(self, *, agreed: bool) -> None:
+        """Keep the state in memory, too, where all ranks have agreed that they can."""
+        describe = partial(self.boundaries.header, self.position)
+        self.memory.keep(self.capture(), describe, self.chain.pending, agreed=agreed)
 
     def _checks(self, number: int) -> bool:
         """Whether all ranks compare their states after an update that none of them saves."""
@@ -356,7 +361,8 @@ class Session:
         # Between microbatches a rank hears of a wish by the beacon alone.
         repeat_s = LISTEN_S if self.config.checkpoint.mid_update else REPEAT_S
         self.beacon = Beacon(stand, self.ranks, self.position.update + 1, repeat_s)
-        self.chain = ReceiptChain(admitted.receipt_tip, self.position.update)
+        pending = admitted.kept.pending if admitted.kept else ()
+        self.chain = ReceiptChain(admitted.receipt_tip, self.position.update, pending)
         self.loader = Loader(
             datasets.open_configured(self.config, admitted.dataset),
             self.plan,
@@ -379,6 +385,7 @@ class Session:
         self.progress = Progress(
             self._line, admitted.attempt, self.rank, self.updates_total, self.position.update
         )
+        self.memory = memory_of(admitted, self.progress.note, self._hook)
         return self
 
     def __exit__(
@@ -391,6 +398,7 @@ class Session:
         sigterm.end()
         self.beacon.close()
         self.loader.close()
+        self.memory.close()
         try:
             if self.sharded and error is not None and (lost := fsdp.as_lost_peer(error)):
                 raise lost from error
@@ -453,35 +461,6 @@ class Session:
         except TrainingFailed as failed:
             # One error for the whole group; the rank's own is its cause, for the traceback.
             raise failed from error
-
-    def _restore(self) -> Stored | None:
-        """Give the job its state; returns what is stored of an update that was not done."""
-        admitted = self._admitted
-        selected, state = admitted.selected, admitted.state
-        if selected is None:
-            if admitted.weights is not None:
-                origin.begin(self.config, admitted.weights, self.model)
-                admitted.weights = None  # its memory is needed for training
-            return None
-        if state is None:
-            raise StateMismatch("track was called twice", remedy="call run.track once")
-        header = selected.manifest.header
-        check_spec(header.layout, state_spec(self.model))
-        stored: Stored | None = None
-        if partial_.KEY in header.values:
-            record = partial_.load(header.values[partial_.KEY])
-            stored = record, {n: t for n, t in state.items() if partial_.is_partial(n)}
-            state = {n: t for n, t in state.items() if not partial_.is_partial(n)}
-        begins = resettings.settings_of(self.optimizer)
-        if self.sharded:
-            live = dict(plain(self.model).named_parameters())
-            state = placed(state, live, admitted.rows)
-        parts = (self.optimizer, self.scheduler, self.scaler, self.average)
-        restore(state, header.values, self.model, *parts)
-        if resettings.are_meant(self.config, header, admitted.code):
-            self.progress.note(resettings.take_over(begins, self.optimizer, self.scheduler))
-        admitted.state = None  # its memory is needed for training
-        return stored
 
     def _usable(self, record: partial_.Record, tensors: dict[str, torch.Tensor]) -> Usable:
         plan = {lane.lane: len(lane.microbatches) for lane in self.plan.update(record.update).lanes}

@@ -22,6 +22,8 @@ Word = Literal["none", "save", "stop", "leave"]
 WISH_SAVE = 1
 WISH_STOP = 2
 WISH_LEAVE = 4
+#: Not a wish: who says it cannot keep this update's state in memory, so that nobody does.
+CANNOT_KEEP = 1 << 13
 #: Not a wish: who says it stands between two microbatches, so that the update cannot end yet.
 MIDWAY = 1 << 14
 #: Tokens lie below this: a vote carries them as float64.
