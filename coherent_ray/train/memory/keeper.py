@@ -66,9 +66,17 @@ class KeeperActor:
         """Return ``pid`` and ``nbytes``: this process, and the memory that it keeps."""
         return {"pid": os.getpid(), "nbytes": self._shelf.nbytes()}
 
-    def reserve(self, attempt: int, rank: int, data_bytes: int, count: int) -> list[Reserved]:
-        """Make slots for a rank of this node; see `Shelf.reserve`."""
-        return self._shelf.reserve(attempt, rank, data_bytes, count)
+    def reserve(
+        self, attempt: int, rank: int, data_bytes: int, count: int
+    ) -> tuple[list[Reserved], bool]:
+        """Make slots for a rank of this node; see `Shelf.reserve`.
+
+        Returns:
+            The slots; and whether there is no other node's keeper to send copies to.
+        """
+        made = self._shelf.reserve(attempt, rank, data_bytes, count)
+        with self._lock:
+            return made, self._find_partner() is None
 
     def written(self, name: str, digest: str, replicas: int) -> Sent:
         """Take in that a slot was written; returns once it is hashed, and sent where it is to be.

@@ -62,8 +62,8 @@ class NodeKeeper:
 
     def reserve(
         self, attempt: int, rank: int, data_bytes: int, count: int
-    ) -> Future[list[Reserved]]:
-        """Ask for slots; see `Shelf.reserve`."""
+    ) -> Future[tuple[list[Reserved], bool]]:
+        """Ask for slots; see `KeeperActor.reserve`."""
         return _future(self._handle.reserve.remote(attempt, rank, data_bytes, count))
 
     def written(self, name: str, digest: str, replicas: int) -> Future[Sent]:

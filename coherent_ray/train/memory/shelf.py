@@ -183,7 +183,9 @@ class Shelf:
             if found is None:
                 found = self._add(facts.attempt, facts.rank, facts.size, 2, home=False)
             if start == 0:
-                found.turn = (found.turn + 1) % len(found.slots)
+                # What was begun and never ended is begun again: the one before must stay.
+                if found.slots[found.turn].head() is not None:
+                    found.turn = (found.turn + 1) % len(found.slots)
                 found.slots[found.turn].begin()
             slot = found.slots[found.turn]
         slot.memory(found.data_bytes)[start : start + len(data)] = data

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -43,6 +43,9 @@ logger = logging.getLogger(__name__)
 
 #: Slots of a rank: one is whole while the other is written.
 SLOTS = 2
+#: Seconds that training waits, once, for slots that are being made: their memory is allocated, and
+#: in a run's first attempt the keeper starts.
+MADE_S = 10.0
 #: Seconds until a rank that cannot copy says why.
 _PATIENCE_S = 60.0
 
@@ -55,8 +58,8 @@ class Keeper(Protocol):
 
     def reserve(
         self, attempt: int, rank: int, data_bytes: int, count: int
-    ) -> Future[list[Reserved]]:
-        """Make slots; see `Shelf.reserve`."""
+    ) -> Future[tuple[list[Reserved], bool]]:
+        """Make slots; also says whether there is no other node to copy to."""
 
     def written(self, name: str, digest: str, replicas: int) -> Future[Sent]:
         """Take in that a slot was written; done once it is hashed, and copied where it can be."""
@@ -81,6 +84,8 @@ class _Place:
     slots: tuple[Slot, ...]
     snapshots: tuple[Snapshot, ...]
     header: bytes
+    alone: bool
+    """Whether there was no other node when they were made."""
 
 
 class MemoryTier:
@@ -115,7 +120,7 @@ class MemoryTier:
         self._alone = options.memory is not None and not options.memory.replicas
         self._turn = 0
         self._lines = _Lines()
-        self._retry_at = 0.0
+        self._retry_at = self._made_by = 0.0
         self._skipped_since: float | None = None
         self._has_told = False
         self.stalls_s: list[float] = []
@@ -127,9 +132,14 @@ class MemoryTier:
         return self._keeper is not None and memory is not None and not update % memory.every_updates
 
     def can(self, update: int) -> bool:
-        """Return whether this rank could copy after an update, or needs not."""
+        """Return whether this rank could copy after an update, or needs not.
+
+        Waits for slots that are being made, `MADE_S` at most.
+        """
         if not self.is_due(update):
             return True
+        if self._making is not None:
+            wait([self._making], timeout=max(self._made_by - time.monotonic(), 0.0))
         self._arrive()
         return self._place is not None and (self._alone or self._sent is None)
 
@@ -147,10 +157,11 @@ class MemoryTier:
         size = len(header) + stop - start
 
         def make() -> _Place:
-            slots = keeper.reserve(owner.attempt, owner.rank, size, SLOTS).result()
-            return _open(layout, owner, header, slots)
+            slots, alone = keeper.reserve(owner.attempt, owner.rank, size, SLOTS).result()
+            return _open(layout, owner, header, slots, alone)
 
         self._making = maker.submit(make)
+        self._made_by = time.monotonic() + MADE_S
 
     def keep(
         self, state: State, describe: Describe, pending: Sequence[Receipt], *, agreed: bool
@@ -242,6 +253,7 @@ class MemoryTier:
                 self._tell(error)
             else:
                 before, self._place, self._turn = self._place, place, 0
+                self._alone = self._alone or place.alone
                 if before is not None:
                     _close(before)
         if self._sent is not None and self._sent.done():
@@ -298,7 +310,9 @@ class _Lines:
         return b"".join(line for _, line in self._known.values())
 
 
-def _open(layout: StateLayout, owner: Owner, header: bytes, reserved: Sequence[Reserved]) -> _Place:
+def _open(
+    layout: StateLayout, owner: Owner, header: bytes, reserved: Sequence[Reserved], alone: bool
+) -> _Place:
     slots = tuple(open_slot(each.pid, each.file, each.name) for each in reserved)
     snapshots = []
     for slot in slots:
@@ -307,7 +321,7 @@ def _open(layout: StateLayout, owner: Owner, header: bytes, reserved: Sequence[R
         memory[: len(header)] = header
         buffer = torch.frombuffer(memory, dtype=torch.uint8)[len(header) :]
         snapshots.append(Snapshot(layout, owner.rank, owner.ranks, buffer=buffer))
-    return _Place(layout, slots, tuple(snapshots), header)
+    return _Place(layout, slots, tuple(snapshots), header, alone)
 
 
 def _close(place: _Place) -> None:
