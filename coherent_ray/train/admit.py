@@ -44,6 +44,7 @@ from coherent_ray.train import origin as origin_
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
 from coherent_ray.train.code import NO_CODE, Code, code_of
+from coherent_ray.train.memory.held import HeldShards
 from coherent_ray.train.memory.offer import Kept, Offer, offered
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.resumable import passed_over
@@ -245,12 +246,14 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         return told
 
     def read(
-        manifest: Manifest, storage: Storage = storage
+        manifest: Manifest, held: HeldShards | None = None
     ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]:
+        source = held.as_storage if held is not None else storage
         if config.training.strategy == "replicated":
-            return load_state(storage, manifest), {}
+            found = held.views(manifest) if held is not None else None
+            return (load_state(source, manifest) if found is None else found), {}
         rows = fsdp.rows_at(model, manifest.header.layout, rank, ranks)
-        return load_rows(storage, manifest, rows), rows
+        return load_rows(source, manifest, rows), rows
 
     kept, passed = offered(request.offer, request.damaged, storage, log, history, accept, read)
     found: _Found | None

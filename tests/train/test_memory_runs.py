@@ -27,7 +27,10 @@ from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Manifest
 from coherent_ray.config import Config
 from coherent_ray.digests import digest_of
-from coherent_ray.errors import ClaimRefused, ShardDamaged
+from coherent_ray.errors import ClaimRefused, PeerLost, ReplicaDiverged, ShardDamaged
+from coherent_ray.train import backend
+from coherent_ray.train.backend import FatalErrors
+from coherent_ray.train.memory import wiring
 from coherent_ray.train.memory.choice import name_of
 from coherent_ray.train.memory.offer import Offer, of_entries, offered
 from coherent_ray.train.memory.slots import open_slot
@@ -129,6 +132,8 @@ def test_at_another_rank_count_it_is_the_same_run(
     [
         {"task__factory": "session_tasks:Momentum"},
         {"task__factory": "session_tasks:Warmed"},
+        {"task__factory": "precision_tasks:Averaged"},
+        {"training__precision": "fp16"},
         {"checkpoint__mid_update": True},
         {"checkpoint__digest": "sha256", "checkpoint__block_bytes": 8192},
         {"run__claim": "exact"},
@@ -331,6 +336,23 @@ def test_ranks_that_diverged_have_nothing_in_common(tmp_path: Path, untouched: L
     assert_same_run(untouched, Left(config))
 
 
+def test_what_diverged_ranks_have_kept_is_let_go_where_the_run_heals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(
+        tmp_path, "heal", checkpoint__on_divergence="heal", checkpoint__max_divergences=1
+    )
+    cleared: list[str] = []
+    monkeypatch.setattr("coherent_ray.train.memory.wiring.keepers.clear", cleared.append)
+    monkeypatch.setattr("coherent_ray.train.backend.coordinators.find", lambda run_id: None)
+    monkeypatch.setitem(backend._opened, ("small", config.run.root), 3)
+    callback = FatalErrors(config)
+    callback.after_exception(None, {0: PeerLost("gone")})
+    assert wiring.diverged_of(config, "small") == 0
+    callback.after_exception(None, {0: ReplicaDiverged("rank 1 differs")})
+    assert (cleared, wiring.diverged_of(config, "small")) == (["small"], 3)
+
+
 # --- who cannot keep ------------------------------------------------------------------------------
 
 
@@ -349,19 +371,30 @@ def test_where_one_rank_has_no_memory_none_keeps_and_the_run_goes_on(
 def test_a_copy_on_its_way_leaves_updates_out_on_all_ranks_alike(tmp_path: Path) -> None:
     config = configured(tmp_path, "slow", checkpoint__every_updates=FAR)
     with running(config, nodes=2) as (cluster, coordinator):
+        cluster.keepers[1].answers = 2  # of updates 2 and 3; that of 4 is on its way for ever
+        with pytest.raises(Killed):
+            cluster.train(coordinator, 2, kill_at(6))
+        homes = [e for e in cluster.entries() if e.keeper == f"keeper-{e.facts.rank}"]
+    assert sorted((e.facts.rank, e.facts.update) for e in homes) == [(0, 3), (0, 4), (1, 3), (1, 4)]
+
+
+def test_a_keeper_that_was_started_again_gets_new_slots(tmp_path: Path, untouched: Left) -> None:
+    config = configured(tmp_path, "again", checkpoint__every_updates=FAR)
+    with running(config) as (cluster, coordinator):
 
         def look(at: Rank, number: int, micro: Any) -> None:
-            cluster.keepers[1].answers = (
-                number != 3
-            )  # what is written in update 3's time stays open
+            if (at.rank, number, micro.index) == (0, 4, 0):
+                cluster.shelves[0].clear()  # as a process leaves it that was killed
             if (at.rank, number) == (0, 6):
                 raise Killed
 
         with pytest.raises(Killed):
             cluster.train(coordinator, 2, look)
-        updates = cluster.held()
-    assert updates[0] == updates[1]
-    assert set(updates[0]) <= {1, 2, 3}
+        held = cluster.held()
+        assert held[0] == held[1] == [5]
+        cluster.train(coordinator, 2)
+    assert cluster.tickets[0].generation == name_of(5, 1)
+    assert_same_run(untouched, Left(config))
 
 
 def test_every_so_many_updates(tmp_path: Path, untouched: Left) -> None:

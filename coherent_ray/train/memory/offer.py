@@ -140,7 +140,7 @@ def _offer(choice: Choice, words: Words) -> Offer:
 
 # --- a rank ---------------------------------------------------------------------------------------
 
-Read = Callable[[Manifest, Storage], tuple[dict[str, Any], dict[str, tuple[int, int]]]]
+Read = Callable[[Manifest, HeldShards], tuple[dict[str, Any], dict[str, tuple[int, int]]]]
 """Reads a state, and says of which tensors it read only some rows."""
 
 
@@ -239,12 +239,12 @@ def _read(
     for turn in range(most):
         held = HeldShards(offer.holders, _this_node(), turn=turn)
         try:
-            return read(manifest, held.as_storage)
+            return read(manifest, held)
         except Damage:
             if turn + 1 == most:
                 raise
         finally:
-            held.close()
+            held.close()  # what is a view of it keeps its memory
     raise Unproved("nobody holds it")
 
 

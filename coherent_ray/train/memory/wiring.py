@@ -72,7 +72,7 @@ class Gate:
             if self.keepers:
                 storage = open_storage(self.config.run.root, self.config.storage.options)
                 history = CommitLog(storage).read()
-                diverged = _diverged.get((self.run_id, self.config.run.root), 0)
+                diverged = diverged_of(self.config, self.run_id)
                 self.offer = best(self.keepers, history, diverged)
         except (RayError, CoherentRayError) as error:
             logger.warning("what is held in memory is not used: %s", error)
@@ -100,3 +100,8 @@ def forget_diverged(config: Config, run_id: str, attempt: int) -> None:
     if config.checkpoint.memory is not None:
         with contextlib.suppress(RayError, RuntimeError):
             keepers.clear(run_id)
+
+
+def diverged_of(config: Config, run_id: str) -> int:
+    """Return the newest attempt whose ranks diverged, as this process has seen it; 0: none."""
+    return _diverged.get((run_id, config.run.root), 0)
