@@ -108,8 +108,8 @@ def submit(
 def stop(run: str, address: str | None, as_json: bool) -> int:
     """End the coordinator that RUN left in a Ray cluster.
 
-    What it was about to publish is published first. A run that still trains loses its saves: end
-    that one with Ctrl-C, or with `ray job stop`.
+    What it was about to publish is published first; what the run keeps in memory is let go. A run
+    that still trains loses its saves: end that one with Ctrl-C, or with `ray job stop`.
     """
     from coherent_ray.commit.log import CommitLog
 
@@ -235,9 +235,11 @@ def _stop_coordinator(run_id: str) -> Any:
     import ray
 
     from coherent_ray.train import coordinators
+    from coherent_ray.train.memory import keepers
 
     try:
-        return coordinators.stop(run_id)
+        kept = keepers.stop(run_id)
+        return coordinators.stop(run_id) or bool(kept)
     finally:
         ray.shutdown()
 

@@ -239,6 +239,15 @@ class Optimizer(Section):
     """Decay rates of the two moments."""
 
 
+class Memory(Section):
+    """Snapshots that stay in host memory outside the workers; never durable."""
+
+    every_updates: Positive = 1
+    """Updates between two snapshots."""
+    replicas: Annotated[int, Field(ge=0, le=1)] = 1
+    """Copies on another node, where the workers are on several."""
+
+
 class Checkpoint(Section):
     """When generations are saved, and how they are checked."""
 
@@ -297,6 +306,10 @@ class Checkpoint(Section):
     before a resume does; one at a time, behind the training. null: never."""
     scrub_bytes_per_s: Positive = 64 * 2**20
     """Bytes a second that this reads at most, and none while a generation is being saved."""
+
+    memory: Memory | None = None
+    """Keep the newest snapshots in host memory, too, so that a killed worker resumes from the last
+    update; takes two more copies of the state, shared out over the workers. null: none."""
 
     def conflicts(self) -> Iterator[tuple[str, str]]:
         """Yield a second cadence, and settings of what is not there."""

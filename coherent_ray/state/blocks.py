@@ -105,6 +105,22 @@ class ShardReader:
             if found != size:
                 raise self.damage(f"the shard ends after {at + found} bytes", block, path)
             count += size
+        return self._verified(block, target)
+
+    def verify(self, block: Block, memory: memoryview) -> None:
+        """Check a block of a shard that is in memory.
+
+        Args:
+            block: Of this shard.
+            memory: The whole shard.
+
+        Raises:
+            ShardDamaged: The bytes are not those that were acknowledged.
+        """
+        self._verified(block, memory[block.first : block.last])
+
+    def _verified(self, block: Block, target: memoryview) -> memoryview:
+        """Return the part of a block's bytes that holds `flat_range`, if they are right."""
         hasher = new_hasher(self.record.algorithm)
         hasher.update(target)
         if hasher.hexdigest() != self.record.blocks[block.index]:

@@ -26,22 +26,31 @@ class Snapshot:
     """A rank's part of the state as it was at one boundary."""
 
     def __init__(
-        self, layout: StateLayout, rank: int, ranks: int, *, pinned: bool | None = None
+        self,
+        layout: StateLayout,
+        rank: int,
+        ranks: int,
+        *,
+        pinned: bool | None = None,
+        buffer: torch.Tensor | None = None,
     ) -> None:
-        """Allocate the buffer.
+        """Allocate the buffer, or take one.
 
         Args:
             layout: Of the whole state.
             rank: Whose part this is.
             ranks: Number of parts.
             pinned: Whether the buffer is page-locked; None: where there is CUDA.
+            buffer: 1-D uint8, at least as long as the part, aligned to 16 bytes; None: a new one.
         """
         self.layout = layout
         self.rank = rank
         self.ranks = ranks
         self.start, self.stop = layout.cut(rank, ranks), layout.cut(rank + 1, ranks)
         size = self.stop - self.start
-        self._buffer = _allocate(size, torch.cuda.is_available() if pinned is None else pinned)
+        if buffer is None:
+            buffer = _allocate(size, torch.cuda.is_available() if pinned is None else pinned)
+        self._buffer = buffer
         self._memory = memoryview(cast(Buffer, self._buffer.numpy()))[:size]
         self._pieces = [p for p in FlatState(layout).pieces(self.start, self.stop) if p.items]
         self._targets = [self._target(piece) for piece in self._pieces]

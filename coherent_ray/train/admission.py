@@ -27,6 +27,8 @@ class Ticket:
     ranks: int
     node: str
     """Address of the rank's node, for the user to find it."""
+    node_id: str = ""
+    """Ray's id of it."""
     run_id: str | None = None
     attempt: int = 0
     """The newest attempt in the commit log, as this rank reads it."""

@@ -20,7 +20,8 @@ from coherent_ray import config as config_
 from coherent_ray.commit.generations import Generations, Selected
 from coherent_ray.commit.holds import holding
 from coherent_ray.commit.log import CommitLog, History
-from coherent_ray.commit.manifest import DataPosition, Manifest
+from coherent_ray.commit.manifest import DataPosition, GenerationHeader, Manifest
+from coherent_ray.commit.records import PublishBody
 from coherent_ray.config import Config
 from coherent_ray.data.dataset import DatasetManifest
 from coherent_ray.data.plan import Plan
@@ -44,6 +45,8 @@ from coherent_ray.train import origin as origin_
 from coherent_ray.train.admission import Ticket
 from coherent_ray.train.claims import check_claim
 from coherent_ray.train.code import NO_CODE, Code, code_of
+from coherent_ray.train.memory.held import HeldShards
+from coherent_ray.train.memory.offer import Kept, Offer, offered
 from coherent_ray.train.receipts import first_link
 from coherent_ray.train.resumable import passed_over
 from coherent_ray.train.task import Task, load_factory, load_task, look_in
@@ -88,6 +91,24 @@ class Admitted:
     """Generations that this rank has passed over, since it found them damaged."""
     directory: str = ""
     """The driver's current directory, which a configuration's relative paths mean."""
+    token: str = ""
+    """That the attempt was opened with."""
+    kept: Kept | None = None
+    """The snapshot in memory to resume from, instead of a generation."""
+
+    @property
+    def header(self) -> GenerationHeader | None:
+        """What the state to resume from says; None: the run begins."""
+        if self.kept is not None:
+            return self.kept.manifest.header
+        return self.selected.manifest.header if self.selected else None
+
+    @property
+    def durable(self) -> PublishBody | None:
+        """The generation that the run can go on from, whatever happens to memory."""
+        if self.kept is not None:
+            return self.kept.durable
+        return self.selected.publish if self.selected else None
 
     @property
     def previous(self) -> Previous | None:
@@ -110,7 +131,9 @@ class Request:
     code: Code = NO_CODE
     """Of the user's own training function, as the driver sees it."""
     damaged: tuple[str, ...] = ()
-    """Generations that some rank could not verify, so that none goes on from them."""
+    """Generations that some rank could not verify, so that none goes on from them; or the offer."""
+    offer: Offer | None = None
+    """A snapshot in memory, to go on from where every rank can prove it."""
 
 
 _admitted: Admitted | None = None
@@ -142,7 +165,9 @@ def take_ticket(request: Request) -> Ticket:
 
     sigterm.install()
     context = ray.train.get_context()
-    blank = Ticket(context.get_world_rank(), context.get_world_size(), socket.gethostname())
+    node_id = str(ray.get_runtime_context().get_node_id())
+    where = (socket.gethostname(), node_id)
+    blank = Ticket(context.get_world_rank(), context.get_world_size(), *where)
     use_gpu = request.config["cluster"]["use_gpu"]
     return _ticket(request, blank, ray.train.torch.get_device if use_gpu else _cpu)
 
@@ -174,13 +199,15 @@ def _cpu() -> torch.device:
 
 def describe(admitted: Admitted, blank: Ticket) -> Ticket:
     """Return the ticket of what a rank found out."""
-    selected = admitted.selected
+    selected, kept = admitted.selected, admitted.kept
     return replace(
         blank,
         run_id=admitted.run_id,
         attempt=admitted.attempt,
-        generation=selected.publish.name if selected else None,
-        manifest_digest=selected.publish.manifest_digest if selected else None,
+        generation=kept.name if kept else selected.publish.name if selected else None,
+        manifest_digest=(
+            kept.digest if kept else selected.publish.manifest_digest if selected else None
+        ),
         dataset_hash=admitted.dataset.hash,
         sampler_digest=admitted.plan.sampler_digest(admitted.position, blank.rank, blank.ranks),
         state_spec=spec_digest(state_spec(admitted.model)) if admitted.model is not None else "",
@@ -227,18 +254,28 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
             check_spec(header.layout, state_spec(model))
         return told
 
-    def read(manifest: Manifest) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]:
+    def read(
+        manifest: Manifest, held: HeldShards | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, int]]]:
+        source = held.as_storage if held is not None else storage
         if config.training.strategy == "replicated":
-            return load_state(storage, manifest), {}
+            found = held.views(manifest) if held is not None else None
+            return (load_state(source, manifest) if found is None else found), {}
         rows = fsdp.rows_at(model, manifest.header.layout, rank, ranks)
-        return load_rows(storage, manifest, rows), rows
+        return load_rows(source, manifest, rows), rows
 
-    found = _select(storage, log, history, config, accept, read, request.damaged)
+    kept, passed = offered(request.offer, request.damaged, storage, log, history, accept, read)
+    found: _Found | None
+    if kept is not None:
+        found = _Found(None, kept.state, kept.rows, kept.notes, ())
+    else:
+        found = _select(storage, log, history, config, accept, read, request.damaged)
     if found is None and rank == 0:
         # A later refusal can then say what changed, whoever started the run.
         datasets.keep(storage, dataset)
     selected = found.selected if found else None
-    header = selected.manifest.header if selected else None
+    manifest = kept.manifest if kept else selected.manifest if selected else None
+    header = manifest.header if manifest else None
     weights = origin_.read(config) if header is None else None
     if model is not None:
         origin_.check(config, weights, model)
@@ -264,13 +301,19 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         selected=selected,
         state=found.state if found else None,
         rows=found.rows if found else {},
-        damaged=found.damaged if found else (),
+        damaged=(*(found.damaged if found else ()), *passed),
         task=task,
         model=model,
-        notes=(*_unseen(config, code), *(found.notes if found else origin_.in_words(origin))),
+        notes=(
+            *_unseen(config, code),
+            *(f"passed over {name}" for name in passed),
+            *(found.notes if found else origin_.in_words(origin)),
+        ),
         weights=weights,
         origin=origin,
         directory=request.code_path,
+        token=history.attempts[-1].token,
+        kept=kept,
     )
 
 
@@ -362,9 +405,9 @@ def _history(storage: Storage, log: CommitLog, request: Request) -> History:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A generation to go on from."""
+    """What to go on from: a generation, or a snapshot in memory."""
 
-    selected: Selected
+    selected: Selected | None
     state: dict[str, torch.Tensor]
     rows: dict[str, tuple[int, int]]
     notes: tuple[str, ...]

@@ -41,6 +41,7 @@ from coherent_ray.train.admit import Request, take_ticket
 from coherent_ray.train.code import NO_CODE, Code, code_of
 from coherent_ray.train.elastic import Elasticity, require_patience
 from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.memory.wiring import Gate, forget_diverged
 
 logger = logging.getLogger(__name__)
 
@@ -114,8 +115,14 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     known = _opened.get((run_id, config.run.root), 0)
     attempt = coordinators.answer(coordinator.open_attempt.remote(token, known))
     _opened[run_id, config.run.root] = attempt
+    memory = Gate(config, run_id, attempt)
     request = Request(
-        backend_config.run, backend_config.code_path, run_id, attempt, backend_config.code
+        backend_config.run,
+        backend_config.code_path,
+        run_id,
+        attempt,
+        backend_config.code,
+        offer=memory.look(),
     )
     seconds = config.cluster.admission_timeout_s
     tickets = tickets_for(request, lambda asked: _tickets(worker_group, asked, seconds))
@@ -123,6 +130,7 @@ def admit_group(worker_group: Any, backend_config: AdmissionConfig) -> None:
     judge(tickets, expected, same_environment=config.run.claim != "statistical")
     # Of all ranks: under the claim statistical, each may have its own environment.
     notes = list(dict.fromkeys(note for ticket in tickets for note in ticket.notes))
+    notes += memory.settle(tickets)
     for note in notes:
         logger.warning("attempt %d: %s", attempt, note)
     coordinators.answer(coordinator.admitted.remote(attempt, notes, len(tickets)))
@@ -222,6 +230,9 @@ class FatalErrors(UserCallback):  # type: ignore[misc]
         if found is None or self._config is None:
             return ""
         checkpoint = self._config.checkpoint
+        run_id = run_id_of(self._config)
+        attempt = _opened.get((run_id, self._config.run.root), 0)
+        forget_diverged(self._config, run_id, attempt)
         if checkpoint.on_divergence == "refuse":
             return ""
         self._diverged += 1

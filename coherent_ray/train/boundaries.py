@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 from coherent_ray import canonical
 from coherent_ray.commit.manifest import (
     DataPosition,
     GenerationHeader,
+    StateLayout,
     format_of,
     generation_name,
 )
@@ -43,8 +45,8 @@ class Boundaries:
         self._saver = saver
         self._chain = chain
         self._number = admitted.next_number
-        selected = admitted.selected
-        self.published: str | None = selected.publish.name if selected else None
+        durable = admitted.durable
+        self.published: str | None = durable.name if durable else None
         """The newest generation that this rank knows to be published."""
         self.saves: list[Saved] = []
         """The saves of this attempt whose fate is known, the last `REMEMBERED` of them."""
@@ -161,8 +163,28 @@ class Boundaries:
         else:
             self._chain.note_state(prints.digest)
         segment = self._chain.segment(generation_name(number, admitted.attempt))
+        header = self._header(number, position, state, layout)
+        header = replace(header, receipts=segment.record if segment else None)
+        receipts = segment.data if segment else b""
+        about = self.cadence.about(why)
+        return Boundary(header, prints, receipts, waited_s, fingerprint_s, about)
+
+    def header(self, position: DataPosition, state: State, layout: StateLayout) -> GenerationHeader:
+        """Return the header that a generation at this boundary would have, without receipts.
+
+        Args:
+            position: What is read next.
+            state: At this boundary.
+            layout: Its own.
+        """
+        return self._header(self._number, position, state, layout)
+
+    def _header(
+        self, number: int, position: DataPosition, state: State, layout: StateLayout
+    ) -> GenerationHeader:
+        admitted = self._admitted
         recipe = recipe_of(admitted.config, admitted.code) | admitted.origin
-        header = GenerationHeader(
+        return GenerationHeader(
             format=format_of(layout),
             run_id=admitted.run_id,
             number=number,
@@ -177,11 +199,8 @@ class Boundaries:
             environment=admitted.environment,
             recipe=dict(sorted(recipe.items())),
             receipt_tip=self._chain.tip,
-            receipts=segment.record if segment else None,
+            receipts=None,
         )
-        receipts = segment.data if segment else b""
-        about = self.cadence.about(why)
-        return Boundary(header, prints, receipts, waited_s, fingerprint_s, about)
 
 
 def _past(admitted: Admitted) -> Past | None:

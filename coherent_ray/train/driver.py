@@ -33,6 +33,7 @@ from coherent_ray.train.actor import CoordinatorActor
 from coherent_ray.train.events import Event
 from coherent_ray.train.local_ray import connected, logs_of
 from coherent_ray.train.loop import train
+from coherent_ray.train.memory import keepers
 from coherent_ray.train.ownership import Owner
 from coherent_ray.train.preflight import Preflight
 from coherent_ray.train.trainer import make_trainer, set_environment
@@ -296,10 +297,11 @@ class Driver:
         """End the coordinator, unless it serves another driver by now."""
         if self._me is None:
             return
-        try:
-            coordinators.stop(run_id, timeout_s=20.0)
-        except (RayError, RuntimeError, CoherentRayError):
-            return  # it goes with its cluster, or `coherent-ray stop` ends it
+        for stop in (keepers.stop, coordinators.stop):
+            try:
+                stop(run_id, timeout_s=20.0)
+            except (RayError, RuntimeError, CoherentRayError):
+                continue  # it goes with its cluster, or `coherent-ray stop` ends it
 
     def _finished(self, after: Preflight, *, stopped: bool) -> None:
         facts = {

@@ -10,6 +10,8 @@ actor begins. It may take as long as it likes: whoever reaches the point waits.
 | `shard:begun`, `shard:half-written` | every rank's writer | as they say |
 | `shard:unsynced`, `shard:written` | every rank's writer | as they say |
 | `save:read_back` | every rank's writer, if asked to | another rank's shard is not read yet |
+| `memory:begun`, `memory:half` | every rank, if it keeps | its copy's slot is void; it is copied |
+| `memory:whole` | every rank, if it keeps | its copy is whole |
 | `publish:begin@N`, `publish:end@N` | coordinator | before, after the record that publishes N |
 """
 

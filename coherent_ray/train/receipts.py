@@ -121,18 +121,19 @@ class ReceiptChain:
     Every rank keeps one, and all have the same.
     """
 
-    def __init__(self, tip: Digest, update: int) -> None:
-        """Go on where a generation ended.
+    def __init__(self, tip: Digest, update: int, pending: Sequence[Receipt] = ()) -> None:
+        """Go on where a generation ended, or a snapshot in memory.
 
         Args:
             tip: Digest of the last receipt (a generation's `receipt_tip`), or `first_link`.
             update: The update that it is of; 0 for none.
+            pending: The receipts up to it that no generation names yet.
         """
         self.tip = tip
         """What the next receipt calls `previous`."""
         self.update = update
         """The last update."""
-        self._pending: list[Receipt] = []
+        self._pending: list[Receipt] = list(pending)
 
     @property
     def pending(self) -> tuple[Receipt, ...]:

@@ -1,4 +1,8 @@
-"""Giving a job the state of the generation that it goes on from, or the weights it starts from."""
+"""Giving a job the state that its rank was admitted with: tensors, and all that is no tensor.
+
+It comes from the generation, or from the snapshot in memory, that all ranks go on from; or, at the
+beginning of a run, from the weights that it starts from.
+"""
 
 from __future__ import annotations
 
@@ -30,15 +34,14 @@ def give_state(run: Session, admitted: Admitted) -> Stored | None:
     Raises:
         StateMismatch: It does not fit, or was given before.
     """
-    selected, state = admitted.selected, admitted.state
-    if selected is None:
+    header, state = admitted.header, admitted.state
+    if header is None:
         if admitted.weights is not None:
             origin.begin(run.config, admitted.weights, run.model)
             admitted.weights = None  # its memory is needed for training
         return None
     if state is None:
         raise StateMismatch("track was called twice", remedy="call run.track once")
-    header = selected.manifest.header
     check_spec(header.layout, state_spec(run.model))
     stored: Stored | None = None
     if partial.KEY in header.values:

@@ -56,6 +56,7 @@ from coherent_ray.train.buffers import LaneBuffers
 from coherent_ray.train.coordination import Line
 from coherent_ray.train.hooks import reach
 from coherent_ray.train.leaving import SIGTERM, farewell, sigterm
+from coherent_ray.train.memory.wiring import memory_of
 from coherent_ray.train.outcome import report_outcome
 from coherent_ray.train.own_line import in_words, own_line
 from coherent_ray.train.partial import Usable
@@ -67,7 +68,7 @@ from coherent_ray.train.saving import Saver
 from coherent_ray.train.sharing import Among, share
 from coherent_ray.train.update import Update, lanes_with_examples
 from coherent_ray.train.whereabouts import LISTEN_S, REPEAT_S, Beacon
-from coherent_ray.train.wishes import WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
+from coherent_ray.train.wishes import CANNOT_KEEP, WISH_LEAVE, WISH_SAVE, WISH_STOP, Wish
 
 Collate = Callable[..., Any]
 
@@ -279,9 +280,12 @@ class Session:
         ended = self.stopped or number == self.updates_total
         self._leaves = bool(wishes & WISH_LEAVE) and not ended
         why = self.cadence.why(number, wishes, last=number == self.updates_total)
+        keeps = self.memory.is_due(number) and not ended
+        if (why is not None or keeps) and self.config.training.on_nonfinite == "stop":
+            fsdp.require_finite(self.reducer, self.model, number)
+        if keeps:
+            self.keep(agreed=not wishes & CANNOT_KEEP)
         if why is not None:
-            if self.config.training.on_nonfinite == "stop":
-                fsdp.require_finite(self.reducer, self.model, number)
             self.boundaries.save(self.position, self.capture(), why)
         elif self._checks(number):
             agreement.check_replicas(self.capture(), number, self.rank, self.ranks, self.device)
@@ -291,6 +295,11 @@ class Session:
         if not ended:
             self.beacon.at(number + 1, "data")
             self.cadence.begins()
+
+    def keep(self, *, agreed: bool) -> None:
+        """Keep the state in memory, too, where all ranks have agreed that they can."""
+        describe = partial(self.boundaries.header, self.position)
+        self.memory.keep(self.capture(), describe, self.chain.pending, agreed=agreed)
 
     def _checks(self, number: int) -> bool:
         """Whether all ranks compare their states after an update that none of them saves."""
@@ -357,7 +366,8 @@ class Session:
         # Between microbatches a rank hears of a wish by the beacon alone.
         repeat_s = LISTEN_S if self.config.checkpoint.mid_update else REPEAT_S
         self.beacon = Beacon(stand, self.ranks, self.position.update + 1, repeat_s)
-        self.chain = ReceiptChain(admitted.receipt_tip, self.position.update)
+        pending = admitted.kept.pending if admitted.kept else ()
+        self.chain = ReceiptChain(admitted.receipt_tip, self.position.update, pending)
         self.loader = Loader(
             datasets.open_configured(self.config, admitted.dataset),
             self.plan,
@@ -382,6 +392,7 @@ class Session:
         self.progress = Progress(
             self._line, admitted.attempt, self.rank, self.updates_total, self.position.update
         )
+        self.memory = memory_of(admitted, self.progress.note, self._hook)
         return self
 
     def __exit__(
@@ -394,6 +405,7 @@ class Session:
         sigterm.end()
         self.beacon.close()
         self.loader.close()
+        self.memory.close()
         try:
             if self.sharded and error is not None and (lost := fsdp.as_lost_peer(error)):
                 raise lost from error

@@ -24,7 +24,7 @@ from coherent_ray.train.fsdp import ShardedReducer, passes
 from coherent_ray.train.partial import Held, Started, Usable
 from coherent_ray.train.reduce import Met, Reduced
 from coherent_ray.train.tally import Tally
-from coherent_ray.train.wishes import Wish
+from coherent_ray.train.wishes import CANNOT_KEEP, Wish
 
 if TYPE_CHECKING:
     from coherent_ray.train.session import Session
@@ -268,7 +268,8 @@ class Update:
         counts = {lane: found.count for lane, found in tally.items()}
         self.voted = True
         session.beacon.at(self.number, "reduction")
-        return session.reducer.finish(sums, counts, wish.bits, wish.token)
+        bits = wish.bits | (0 if session.memory.can(self.number) else CANNOT_KEEP)
+        return session.reducer.finish(sums, counts, bits, wish.token)
 
     def _optimize(self, reduced: Reduced) -> bool:
         """Step with the mean gradient; return whether the scaler skipped the step."""

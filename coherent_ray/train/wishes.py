@@ -26,6 +26,8 @@ WISH_LEAVE = 4
 #: save is due; a save of this rank is in flight, where one that is due shall then be left out.
 DUE = 8
 BUSY = 16
+#: Not a wish: who says it cannot keep this update's state in memory, so that nobody does.
+CANNOT_KEEP = 1 << 13
 #: Not a wish: who says it stands between two microbatches, so that the update cannot end yet.
 MIDWAY = 1 << 14
 #: Tokens lie below this: a vote carries them as float64.

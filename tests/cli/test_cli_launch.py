@@ -298,7 +298,7 @@ def test_a_configuration_elsewhere_cannot_be_sent(call, cluster, configuration, 
 @pytest.fixture
 def ray_here(monkeypatch):
     """Play Ray: `state` has the coordinators, or None where no cluster runs."""
-    state: dict = {"coordinators": {"first"}, "closed": 0}
+    state: dict = {"coordinators": {"first"}, "closed": 0, "keepers": 0}
     ray = types.ModuleType("ray")
 
     def join(address, **options):
@@ -313,17 +313,25 @@ def ray_here(monkeypatch):
     local_ray = types.ModuleType("coherent_ray.train.local_ray")
     local_ray.join = join
     coordinators = types.ModuleType("coherent_ray.train.coordinators")
+    keepers = types.ModuleType("coherent_ray.train.memory.keepers")
 
     def stop(run_id):
         there = run_id in state["coordinators"]
         state["coordinators"].discard(run_id)
         return there
 
+    def stop_keepers(run_id):
+        found, state["keepers"] = state["keepers"], 0
+        return found
+
     coordinators.stop = stop
+    keepers.stop = stop_keepers
     monkeypatch.setitem(sys.modules, "ray", ray)
     monkeypatch.setitem(sys.modules, "coherent_ray.train.coordinators", coordinators)
     monkeypatch.setitem(sys.modules, "coherent_ray.train.local_ray", local_ray)
     monkeypatch.setattr("coherent_ray.train.coordinators", coordinators, raising=False)
+    monkeypatch.setitem(sys.modules, "coherent_ray.train.memory.keepers", keepers)
+    monkeypatch.setattr("coherent_ray.train.memory.keepers", keepers, raising=False)
     return state
 
 
@@ -334,6 +342,14 @@ def test_stop_ends_the_coordinator_once(call, published, ray_here):
     done = call("stop", published.root, "--json")
     assert (done.code, done.json) == (0, {"run_id": "first", "stopped": False})
     assert ray_here["closed"] == 2
+
+
+def test_stop_ends_keepers_that_have_lost_their_coordinator(call, published, ray_here):
+    ray_here["coordinators"].clear()
+    ray_here["keepers"] = 2
+    done = call("stop", published.root, "--json")
+    assert (done.code, done.json) == (0, {"run_id": "first", "stopped": True})
+    assert ray_here["keepers"] == 0
 
 
 def test_stop_without_a_cluster(call, published, ray_here):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.managers import BaseManager
@@ -18,12 +19,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from small_run import WIDTH, Coordinator, coordinating, ticket_of, working
+from small_run import WIDTH, Coordinator, coordinating, root_of, ticket_of, working
 from torch import Tensor, nn
 from torch.multiprocessing import get_context
 from torch.multiprocessing.spawn import start_processes
 
 from coherent_ray.commit import manifest as records
+from coherent_ray.commit.log import CommitLog
 from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.config import Config
@@ -34,6 +36,9 @@ from coherent_ray.train import agreement, loop
 from coherent_ray.train.admit import Request
 from coherent_ray.train.collectives import sum_over_ranks
 from coherent_ray.train.identity import run_id_of
+from coherent_ray.train.memory import wiring
+from coherent_ray.train.memory.offer import Offer, of_entries
+from coherent_ray.train.memory.shelf import Entry, Reserved, Shelf
 from coherent_ray.train.wishes import Wish
 
 _KEY = b"a test's own"
@@ -105,14 +110,14 @@ class InBlocks(Rebuilding):
 
 
 class Dying(Rebuilding):
-    """One of whose ranks is gone in the middle of the second update."""
+    """One of whose ranks is gone in the middle of an update: of the second, unless told."""
 
-    def __init__(self) -> None:
-        self.seen = 0
+    def __init__(self, at: int = 6) -> None:
+        self.seen, self._at = 0, at
 
     def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
         self.seen += 1
-        if self.seen == 6 and dist.get_rank() == 1:
+        if self.seen == self._at and dist.is_initialized() and dist.get_rank() == 1:
             os._exit(1)
         return super().loss(model, batch)
 
@@ -142,9 +147,12 @@ class HalfSharded(Rebuilding):
 class Desk:
     """What ranks ask the coordinator, and what they say that they saw."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Coordinator, shelf: Shelf | None = None) -> None:
         self._coordinator = coordinator
+        self._shelf = shelf
         self.starts: list[tuple[int, str]] = []
+        self.resumes: dict[int, str | None] = {}
+        """By rank, what it went on from."""
         self.errors: dict[int, str] = {}
         self.codes: list[int | None] = []
         """How each process ended."""
@@ -157,9 +165,20 @@ class Desk:
         service = self._coordinator.service
         self._coordinator.call(service.withdraw(attempt, number, rank, reason))
 
+    def reserve(self, *args: int) -> list[Reserved]:
+        assert self._shelf is not None
+        return self._shelf.reserve(*args)
+
+    def written(self, name: str, digest: str) -> None:
+        assert self._shelf is not None
+        self._shelf.written(name, digest)
+
     def wish(self, rank: int) -> int:
         wishes = self._coordinator.wishes
         return wishes.pop(0) if rank == 0 and wishes else 0
+
+    def resumed(self, rank: int, name: str | None) -> None:
+        self.resumes[rank] = name
 
     def started(self, rank: int, digest: str) -> None:
         self.starts.append((rank, digest))
@@ -195,8 +214,32 @@ class Line:
     def left(self, generation: str | None) -> None: ...
 
 
+class KeeperAtDesk:
+    """A rank's line to the shelf, through the desk."""
+
+    def __init__(self, desk: Any) -> None:
+        self._desk = desk
+
+    def reserve(self, *args: int) -> Future[tuple[list[Reserved], bool]]:
+        future: Future[tuple[list[Reserved], bool]] = Future()
+        future.set_result((self._desk.reserve(*args), True))
+        return future
+
+    def written(self, name: str, digest: str, replicas: int) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._desk.written(name, digest)
+        future.set_result("alone")
+        return future
+
+
 def main(
-    rank: int, ranks: int, values: dict[str, Any], attempt: int, address: Any, store: str
+    rank: int,
+    ranks: int,
+    values: dict[str, Any],
+    attempt: int,
+    address: Any,
+    store: str,
+    offer: Offer | None,
 ) -> None:
     """Be one rank of one attempt: be admitted, and train to the end or to a wish."""
     _Manager.register("desk")
@@ -215,12 +258,15 @@ def main(
         desk.started(rank, found.digest)
 
     with working(), pytest.MonkeyPatch.context() as patch:
-        ticket = ticket_of(Request(values, "", "small", attempt), rank, ranks)
+        asked = Request(values, "", "small", attempt, offer=offer)
+        ticket = ticket_of(asked, rank, ranks)
+        desk.resumed(rank, ticket.generation)
         if ticket.refusal is not None:
             raise ticket.refusal
         patch.setattr("coherent_ray.train.session.Line", lambda _, a, r: Line(desk, a, r))
         patch.setattr("coherent_ray.train.session.report_outcome", lambda run: None)
         patch.setattr(agreement, "check_same_start", check)
+        patch.setattr(wiring, "keeper_of", lambda run_id: KeeperAtDesk(desk))
         try:
             loop.train(values)
         except Exception as error:
@@ -248,7 +294,13 @@ def _serving(desk: Desk) -> Iterator[Any]:
 
 
 def run_ranks(
-    config: Config, ranks: int, wishes: list[int], folder: Path, *, fails: bool = False
+    config: Config,
+    ranks: int,
+    wishes: list[int],
+    folder: Path,
+    *,
+    fails: bool = False,
+    shelf: Shelf | None = None,
 ) -> Desk:
     """Run one attempt of some ranks, each a process, and return what they said."""
     assert run_id_of(config) == "small"
@@ -257,11 +309,12 @@ def run_ranks(
     )
     with coordinating(config) as coordinator:
         coordinator.wishes = list(wishes)
-        desk = Desk(coordinator)
+        desk = Desk(coordinator, shelf)
         attempt = coordinator.open_attempt()
+        offer = offer_of(config, shelf) if shelf else None
         values = config.model_dump(mode="json")
         with _serving(desk) as address:
-            arguments = (ranks, values, attempt, address, str(folder / f"store-{attempt}"))
+            arguments = (ranks, values, attempt, address, str(folder / f"store-{attempt}"), offer)
             group = start_processes(
                 main, arguments, nprocs=ranks, join=False, start_method="forkserver"
             )
@@ -272,3 +325,12 @@ def run_ranks(
     if not fails:
         assert desk.codes == [0] * ranks, desk.errors
     return desk
+
+
+def offer_of(config: Config, shelf: Shelf) -> Offer | None:
+    """Return what an attempt that has opened may go on from."""
+
+    def words_of(entry: Entry) -> bytes:
+        return shelf.words(entry.at.name, entry.digest)
+
+    return of_entries(shelf.entries(), words_of, CommitLog(root_of(config)).read())
