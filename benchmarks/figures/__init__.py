@@ -1,0 +1,1 @@
+"""Tables and sentences for the documents, one function for each benchmark's JSON."""
