@@ -39,6 +39,7 @@ FIGURES = {
     "reduction": sameness.reduction,
     "restart": costs.restart,
     "crash_states": faults.crash_states,
+    "memory_tier": costs.memory_tier,
     "model": faults.model,
     "power_cuts": faults.power_cuts,
     "state_plane": costs.state_plane,

@@ -185,3 +185,20 @@ def restart(result: dict[str, Any]) -> str:
         f"{result['versions']['ray']}, torch {result['versions']['torch']}.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def memory_tier(result: dict[str, Any]) -> str:
+    """Return the memory tier's costs as a table: a row for each rank count."""
+    lines = [
+        "| ranks | a copy, copies of the rank's share (target: none) | of it processor time "
+        "| taken back and verified, copies of the state (target: 2) |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {at['ranks']} | {at['keep_copies']:.2f} | {at['keep_cpu_copies']:.2f} | "
+        f"{at['take_back_copies']:.2f} |"
+        for at in result["at"]
+    ]
+    facts = f"{result['state_mib']} MiB, medians of {result['rounds']} rounds"
+    lines += ["", f"{facts}, {result['cores']} cores."]
+    return "\n".join(lines) + "\n"

@@ -47,8 +47,11 @@ def ask() -> None:
     """In a worker that trains: see to its node's spares, once. Returns at once, never raises."""
     from ray import train
 
-    run_id, context = os.environ.get(MARK), train.get_context()
-    if run_id is None or context.get_local_rank() != 0:
+    run_id = os.environ.get(MARK)
+    if run_id is None:  # without Ray, too
+        return
+    context = train.get_context()
+    if context.get_local_rank() != 0:
         return
     workers = context.get_local_world_size()
     threading.Thread(
