@@ -58,6 +58,9 @@ FORMAT = 1
 SHARDED_FORMAT = 2
 #: Of one of which a shard refers to files of earlier generations.
 REUSING_FORMAT = 3
+#: Of one that holds tables (`coherent_ray.commit.packing`): a version that knows none must not call
+#: it damaged.
+TABLE_FORMAT = 4
 #: Of a record of the log that publishes one.
 RECORD_FORMAT = 2
 #: Longer ones are neither published nor read: 10 TiB of state need a tenth of it.
@@ -429,7 +432,7 @@ def refuse_later(value: Json) -> None:
     found = document.get("format") if isinstance(document, dict) else None
     known = FORMAT
     if isinstance(document, dict):
-        known = REUSING_FORMAT if "layout" in document else known
+        known = TABLE_FORMAT if "layout" in document else known
         known = RECORD_FORMAT if "record" in document else known
     if type(found) is int and found > known:
         raise LaterFormat(

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from coherent_ray import canonical
 from coherent_ray.canonical import Json
 from coherent_ray.commit.manifest import (
+    TABLE_FORMAT,
     Manifest,
     StateLayout,
     generation_directory,
@@ -34,8 +35,6 @@ from coherent_ray.digests import digest_of, hex_digits
 
 #: Ranks from which on a manifest's shards are a table.
 RANKS = 256
-#: What such a manifest's header says: a version that knows no table must not call it damaged.
-TABLE_FORMAT = 4
 #: More ranks are in no manifest; a table could claim any number.
 _MOST_RANKS = 2**22
 

@@ -164,8 +164,8 @@ def _record_first(original: Callable[..., list[Action]]) -> Callable[..., list[A
     return write
 
 
-def _unread(original: Any) -> Callable[[Checked], Verified]:
-    return lambda stage: Acknowledged(stage.manifest).verified()
+def _unread(original: Any) -> Callable[..., Verified]:
+    return lambda stage, new=None: Acknowledged(stage.manifest).verified()
 
 
 def answer_first(original: Callable[..., list[Action]]) -> Callable[..., list[Action]]:

@@ -312,7 +312,7 @@ def find_out(request: Request, rank: int, ranks: int, device: torch.device) -> A
         weights=weights,
         origin=origin,
         directory=request.code_path,
-        token=history.attempts[-1].token,
+        token=next((a.token for a in history.attempts if a.attempt == request.attempt), ""),
         kept=kept,
     )
 
@@ -385,8 +385,9 @@ def build_model(task: Task, plan: Plan) -> torch.nn.Module:
 
 
 def _history(storage: Storage, log: CommitLog, request: Request) -> History:
-    # The coordinator has read all of it when it opened the attempt, which must be in this end.
-    history = log.read_end()
+    # The coordinator has read all of it when it opened the attempt, which must be in this end. What
+    # lies in memory is of an attempt that may be far before it.
+    history = log.read_end() if request.offer is None else log.read()
     if history.run_id != request.run_id:
         raise AdmissionRefused(
             f"the log under this root is of run {history.run_id!r}, not of {request.run_id!r}",

@@ -149,9 +149,9 @@ def test_a_record_of_a_later_format_is_told_from_a_damaged_one() -> None:
 
 
 def test_a_manifest_of_a_later_format_is_no_damage_that_one_falls_back_from() -> None:
-    data = edited(lambda m: m["header"].update(format=4, unknown=1))
+    data = edited(lambda m: m["header"].update(format=5, unknown=1))
     storage, _ = published(data)
-    with pytest.raises(NewerFormat, match="format 4"):
+    with pytest.raises(NewerFormat, match="format 5"):
         Generations(storage).select("fall_back")
 
 

@@ -13,9 +13,11 @@ from coherent_ray.commit.manifest import (
     ShardRecord,
     TensorSpec,
     dump,
+    generation_directory,
     load,
     shard_path,
 )
+from coherent_ray.commit.shard_records import Base, Reuse, Run, StoredFile
 from coherent_ray.digests import digest_of
 
 
@@ -61,9 +63,39 @@ def test_old_plain_manifests_of_many_ranks_are_read() -> None:
     assert packing.load_manifest(dump(manifest)) == manifest
 
 
-def test_a_version_that_knows_no_table_calls_it_a_later_format() -> None:
-    with pytest.raises(LaterFormat, match="format 4"):
+def test_a_version_that_knows_no_table_calls_it_a_later_format(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("coherent_ray.commit.manifest.TABLE_FORMAT", 3)
+    with pytest.raises(LaterFormat, match="format 4, this version reads 3"):
         load(Manifest, packing.dump_manifest(manifest_of(300)))
+
+
+def test_what_is_later_than_tables_is_a_later_format() -> None:
+    value = canonical.load(packing.dump_manifest(manifest_of(300)))
+    value["header"]["format"] = 5
+    with pytest.raises(LaterFormat, match="format 5, this version reads 4"):
+        packing.load_manifest(canonical.dump(value))
+
+
+def test_a_table_takes_references_to_earlier_generations() -> None:
+    manifest = manifest_of(300, number=2)
+    earlier = generation_directory(1, 1)
+    shards = []
+    for shard in manifest.shards:
+        file = StoredFile(shard_path(earlier, shard.rank, 300), shard.size)
+        head, rest = shard.header_bytes, shard.size - shard.header_bytes
+        runs = (Run(head, 0, 0), Run(rest, 1, head)) if rest else (Run(head, 1, 0),)
+        reuse = Reuse(Base(1, 1), head, (file,), runs)
+        shards.append(dataclasses.replace(shard, reuse=reuse if shard.rank % 2 else None))
+    manifest = dataclasses.replace(
+        manifest,
+        header=dataclasses.replace(manifest.header, format=3),
+        shards=tuple(shards),
+    )
+    data = packing.dump_manifest(manifest)
+    assert canonical.load(data)["header"]["format"] == 4
+    assert packing.load_manifest(data) == manifest
 
 
 def test_sharded_tensors_are_in_a_table_too() -> None:

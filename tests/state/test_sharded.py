@@ -319,8 +319,8 @@ def test_a_hostile_manifest_is_refused(change, why):
 
 def test_a_later_format_is_told_from_damage():
     value = manifest_json()
-    value["header"]["format"] = 3
-    with pytest.raises(LaterFormat, match="has format 3, this version reads 2"):
+    value["header"]["format"] = 5
+    with pytest.raises(LaterFormat, match="has format 5, this version reads 4"):
         loaded(value)
 
 

@@ -33,16 +33,20 @@ def filled(files: int) -> Listing:
     return storage
 
 
+def paths(files: int) -> list[str]:
+    return [f"d/{number}" for number in range(files)]
+
+
 def test_few_files_are_asked_for_one_by_one() -> None:
     storage = filled(3)
-    sizes = Sizes(storage, "d", 3)
+    sizes = Sizes(storage, paths(3))
     assert [sizes.of(f"d/{n}", n) for n in range(3)] == [0, 1, 2]
     assert len(storage.asked) == 3
 
 
 def test_many_files_are_listed_once() -> None:
     storage = filled(MANY)
-    sizes = Sizes(storage, "d", MANY)
+    sizes = Sizes(storage, paths(MANY))
     assert [sizes.of(f"d/{n}", n) for n in range(MANY)] == list(range(MANY))
     assert not storage.asked
 
@@ -50,7 +54,7 @@ def test_many_files_are_listed_once() -> None:
 def test_what_is_not_as_expected_is_asked_for() -> None:
     storage = filled(MANY)
     storage.hidden = {"d/5"}
-    sizes = Sizes(storage, "d", MANY)
+    sizes = Sizes(storage, paths(MANY))
     assert sizes.of("d/5", 5) == 5
     assert sizes.of("d/6", 7) == 6
     with pytest.raises(NotFound):
@@ -61,5 +65,13 @@ def test_what_is_not_as_expected_is_asked_for() -> None:
 def test_a_listing_that_fails_leaves_each_file_to_answer_for_itself() -> None:
     storage = filled(MANY)
     storage.broken = True
-    sizes = Sizes(storage, "d", MANY)
+    sizes = Sizes(storage, paths(MANY))
     assert sizes.of("d/9", 9) == 9
+
+
+def test_only_directories_of_many_files_are_listed() -> None:
+    storage = filled(MANY)
+    storage.create("e/few", b"12")
+    sizes = Sizes(storage, [*paths(MANY), "e/few"])
+    assert [sizes.of("d/7", 7), sizes.of("e/few", 2)] == [7, 2]
+    assert storage.asked == ["e/few"]

@@ -146,7 +146,7 @@ def test_a_disagreement_names_the_rank_and_both_values(
 
 
 def test_every_field_of_a_ticket_is_compared() -> None:
-    told = {"node", "notes", "refusal", "damaged"}
+    told = {"node", "node_id", "notes", "refusal", "damaged"}
     changed = {name for _, change, _, _ in DISAGREEMENTS for name in change}
     assert changed == set(Ticket.__dataclass_fields__) - told
 

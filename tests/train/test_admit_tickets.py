@@ -168,7 +168,7 @@ def test_a_root_that_cannot_be_read_is_in_the_ticket(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = open_attempt(config_for(folder))
-    storage = FaultyStorage(LocalStorage(folder / "run"), [Fault("refuse", verb="list")])
+    storage = FaultyStorage(LocalStorage(folder / "run"), [Fault("refuse", verb="read")])
     monkeypatch.setattr(admit_, "open_storage", lambda uri, options: storage)
     ticket = ticket_of(request)
     assert type(ticket.refusal) is StorageError
