@@ -35,6 +35,7 @@ FIGURES = {
     "fuzz": faults.fuzz,
     "gauntlet": faults.gauntlet,
     "loading": costs.loading,
+    "prove": sameness.prove,
     "replay": sameness.replay,
     "reduction": sameness.reduction,
     "restart": costs.restart,

@@ -40,3 +40,21 @@ def reduction(result: dict[str, Any]) -> str:
             f"{scene['ratio_median']:.2f} | {f'{busy:.2f}' if busy else 'not measured'} | {sent} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def prove(result: dict[str, Any]) -> str:
+    """Return the proofs on Ray as a table: a row for each kind of job and number of lanes."""
+    lines = [
+        "| job | lanes | workers | runs | attempts | struck | receipts, final state of all |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for proof in result["proofs"]:
+        ranks = ", ".join(map(str, proof["ranks"]))
+        kills = sum("killed" in line for line in proof["done"])
+        same = f"`{short(proof['receipts'])}` `{short(proof['state'])}`"
+        verdict = same if proof["good"] and proof["equal"] else "**differ**"
+        lines.append(
+            f"| {proof['job']} | {proof['lanes']} | {ranks} | {proof['runs']} | "
+            f"{proof['attempts']} | {kills} times | {verdict} |"
+        )
+    return "\n".join(lines) + "\n"
