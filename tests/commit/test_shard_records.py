@@ -95,8 +95,8 @@ def test_a_manifest_that_refers_comes_back_as_it_was_and_says_format_3() -> None
 
 def test_a_later_format_is_called_that() -> None:
     value = json.loads(dump(manifest_of(SECOND)))
-    value["header"]["format"] = 4
-    with pytest.raises(LaterFormat, match="format 4, this version reads 3"):
+    value["header"]["format"] = 5
+    with pytest.raises(LaterFormat, match="format 5, this version reads 4"):
         load(Manifest, canonical.dump(value))
 
 
