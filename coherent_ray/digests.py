@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from typing import Annotated, Literal, Protocol
 
 import blake3 as _blake3
@@ -61,6 +62,19 @@ def digest_of(data: Buffer, algorithm: Algorithm = RECORD_ALGORITHM) -> Digest:
     hasher = new_hasher(algorithm)
     hasher.update(data)
     return f"{algorithm}:{hasher.hexdigest()}"
+
+
+def quick_hash(pieces: Iterable[Buffer], seed: int = 0) -> bytes:
+    """Return 8 bytes of XXH3 of some bytes: what is compared at once, and never stored by itself.
+
+    Args:
+        pieces: The bytes, in order; the GIL is released for each that is large.
+        seed: Bytes that are hashed under another one have another hash; below 2^64.
+    """
+    hasher = xxhash.xxh3_64(seed=seed)
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.digest()
 
 
 def hex_digits(algorithm: Algorithm) -> int:

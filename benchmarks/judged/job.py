@@ -119,7 +119,7 @@ def train(root: Path, rank: int, ranks: int, line: Line, turns: Turns, final: Co
         training.step(update)
         saver.settle()
         state = capture(training.model, training.optimizer)
-        boundary = boundary_at(state, update, next(numbers), attempt, ranks)
+        boundary = boundary_at(state, update, next(numbers), attempt, rank, ranks)
         saver.begin(state, boundary, time.monotonic())
     saver.settle()
     saver.close()

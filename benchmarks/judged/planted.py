@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from coherent_ray.commit import performer
+from coherent_ray.commit.fates import Fate
 from coherent_ray.drill.planted import never, planted
 from coherent_ray.errors import AlreadyExists
 from coherent_ray.storage import LocalStorage
+from coherent_ray.storage.attended import AttendedStorage
 from coherent_ray.storage.testing.buffered import Buffered
 from coherent_ray.storage.testing.memory import MemoryStorage
-from coherent_ray.train.saving import Boundary, Saved, Saver
+from coherent_ray.train.saving import Saved, Saver, _Flight
 
 
 class _Unsynced(Buffered):
@@ -42,16 +44,17 @@ def _acknowledged_before_written() -> Iterator[None]:
         yield
 
 
-def _word_first(original: Any) -> Callable[[Saver, Boundary, float], Saved]:
-    def save(saver: Saver, boundary: Boundary, stall: float) -> Saved:
+def _word_first(original: Any) -> Callable[[Saver, _Flight], Saved]:
+    def save(saver: Saver, flight: _Flight) -> Saved:
         hook, storage = saver._hook, saver._storage
-        saver._hook, saver._storage = None, MemoryStorage()
-        word = saver._word(boundary, saver._write(boundary))
+        saver._hook, saver._storage = None, AttendedStorage(MemoryStorage())
+        shard, sealed = saver._write(flight, None)
+        word = saver._word(flight, shard, sealed)
         saver._hook, saver._storage = hook, storage
         fate = saver._line.acknowledge(word)
-        saver._write(boundary)
-        header = boundary.header
-        return Saved(fate.name, header.number, header.update, fate, stall, stall, word.shard.size)
+        assert isinstance(fate, Fate)
+        saver._write(flight, None)
+        return flight.saved(fate, shard.size)
 
     return save
 

@@ -57,7 +57,8 @@ class Ours(Product):
         self._numbers[step] = self._number
         state = Captured(dict(self.state), {"step": step})
         busy = time.thread_time()
-        boundary = boundary_at(state, self._number, self._number, self._attempt, self.ranks)
+        number = self._number
+        boundary = boundary_at(state, number, number, self._attempt, self.rank, self.ranks)
         self._fingerprint_cpu_s = time.thread_time() - busy
         self._saver.begin(state, boundary, since)
 
@@ -87,7 +88,7 @@ class Ours(Product):
         """Do nothing: retention keeps two generations, as in a run."""
 
     def told(self) -> dict[str, float]:
-        """See `Product`: the fingerprint of the whole replica, which is a part of the stall."""
+        """See `Product`: what the fingerprint of the whole replica adds to the stall."""
         return {"fingerprint_cpu_s": self._fingerprint_cpu_s}
 
     def close(self) -> None:

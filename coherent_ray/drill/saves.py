@@ -33,11 +33,13 @@ from coherent_ray.commit.service import Service
 from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import fingerprint
+from coherent_ray.state.fingerprint import begin
 from coherent_ray.state.layout import layout_of
 from coherent_ray.storage.base import Storage
 from coherent_ray.train.hooks import Hook
-from coherent_ray.train.saving import Boundary, Saved, Saver
+from coherent_ray.train.receipts import Segment
+from coherent_ray.train.saving import Saved, Saver
+from coherent_ray.train.sealing import Boundary
 
 RUN = "judged"
 GLOBAL_BATCH = 32
@@ -66,9 +68,15 @@ def state_at(update: int, items: int = 300_000) -> State:
 
 
 def boundary_at(  # noqa: PLR0917 - a generation's name has this many parts
-    state: State, update: int, number: int, attempt: int, ranks: int, plan: PlanIdentity = PLAN
+    state: State,
+    update: int,
+    number: int,
+    attempt: int,
+    rank: int,
+    ranks: int,
+    plan: PlanIdentity = PLAN,
 ) -> Boundary:
-    """Return what the generation of an update says, with one line of receipts."""
+    """Return what the generation of an update says on a rank, with one line of receipts."""
     lines = f'{{"update":{update}}}\n'.encode()
     layout = layout_of(state.tensors)
     path = f"receipts/{update:012d}-{update:012d}-g{number}-a{attempt}.jsonl"
@@ -86,9 +94,12 @@ def boundary_at(  # noqa: PLR0917 - a generation's name has this many parts
         environment={},
         recipe={},
         receipt_tip=digest_of(lines),
-        receipts=ReceiptSegment(path, len(lines), digest_of(lines), update, update),
+        receipts=None,
     )
-    return Boundary(header, fingerprint(layout, state.tensors), lines)
+    segment = Segment(ReceiptSegment(path, len(lines), digest_of(lines), update, update), lines)
+    own = layout.cut(rank, ranks), layout.cut(rank + 1, ranks)
+    prints = begin(layout, state.tensors, copied=own)
+    return Boundary(header, prints.finish, lambda state: segment)
 
 
 class Loop:
@@ -180,9 +191,9 @@ class Saves:
         """Do one update and begin to save it."""
         self._update += 1
         state, number = self._state_of(self._update), next(self._numbers)
-        for saver in self.savers:
+        for rank, saver in enumerate(self.savers):
             boundary = boundary_at(
-                state, self._update, number, self.attempt, self._ranks, self._plan
+                state, self._update, number, self.attempt, rank, self._ranks, self._plan
             )
             saver.begin(state, boundary, since=0.0)
 

@@ -12,7 +12,7 @@ import torch
 
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.manifest import ITEM_BYTES, Manifest, StateLayout
-from coherent_ray.digests import RECORD_ALGORITHM, Algorithm, Digest, Hasher, new_hasher
+from coherent_ray.digests import RECORD_ALGORITHM, Digest, Hasher, new_hasher
 from coherent_ray.state.blocks import FlatReader, longest_block, readers_of
 from coherent_ray.state.flat import items_of
 from coherent_ray.state.layout import FlatState, check_tensors
@@ -42,29 +42,24 @@ def state_digest(storage: Storage, manifest: Manifest) -> Digest:
     return f"{RECORD_ALGORITHM}:{hasher.hexdigest()}"
 
 
-def tensors_digest(
-    layout: StateLayout,
-    tensors: Mapping[str, torch.Tensor],
-    algorithm: Algorithm = RECORD_ALGORITHM,
-) -> Digest:
+def tensors_digest(layout: StateLayout, tensors: Mapping[str, torch.Tensor]) -> Digest:
     """Return the `state_digest` that live tensors will have once they are stored.
 
     Args:
         layout: Of the tensors.
         tensors: By name.
-        algorithm: Another one gives a digest that is comparable with its like alone.
 
     Raises:
         StateMismatch: The tensors are not those of the layout.
     """
     check_tensors(layout, tensors)
-    hasher = _state_hasher(layout, algorithm)
+    hasher = _state_hasher(layout)
     for spec in layout.tensors:
         tensor = tensors[spec.name]
         for first in range(0, tensor.numel(), _STEP_ITEMS):
             items = items_of(tensor, first, min(first + _STEP_ITEMS, tensor.numel()))
             hasher.update(items.cpu().contiguous().numpy().data.cast("B"))
-    return f"{algorithm}:{hasher.hexdigest()}"
+    return f"{RECORD_ALGORITHM}:{hasher.hexdigest()}"
 
 
 def _hash_by_tensor(hasher: Hasher, state: FlatReader) -> None:
@@ -75,8 +70,8 @@ def _hash_by_tensor(hasher: Hasher, state: FlatReader) -> None:
             hasher.update(state.items(spec.name, first, min(first + _STEP_ITEMS, items)))
 
 
-def _state_hasher(layout: StateLayout, algorithm: Algorithm = RECORD_ALGORITHM) -> Hasher:
-    hasher = new_hasher(algorithm)
+def _state_hasher(layout: StateLayout) -> Hasher:
+    hasher = new_hasher(RECORD_ALGORITHM)
     content = records.dump(layout.whole)
     hasher.update(len(content).to_bytes(8, "little") + content)
     return hasher

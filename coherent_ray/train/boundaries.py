@@ -8,8 +8,10 @@ from the history and are counted up at each save, so no message is needed to agr
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+
+import torch
 
 from coherent_ray import canonical
 from coherent_ray.commit.manifest import (
@@ -20,18 +22,20 @@ from coherent_ray.commit.manifest import (
     generation_name,
 )
 from coherent_ray.commit.timings import Why
+from coherent_ray.digests import Digest
 from coherent_ray.errors import CoherentRayError
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import fingerprint
+from coherent_ray.state.fingerprint import Fingerprint, begin, fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.parts import extended
 from coherent_ray.train.admit import Admitted
 from coherent_ray.train.cadence import Cadence
 from coherent_ray.train.collectives import sum_over_ranks
 from coherent_ray.train.failures import Past, past_of
-from coherent_ray.train.receipts import ReceiptChain
+from coherent_ray.train.receipts import ReceiptChain, Segment, segment_of
 from coherent_ray.train.recipe import recipe_of
-from coherent_ray.train.saving import Boundary, Saved, Saver
+from coherent_ray.train.saving import Saved, Saver
+from coherent_ray.train.sealing import Boundary
 
 #: Saves of an attempt that are remembered one by one, the newest ones.
 REMEMBERED = 64
@@ -154,20 +158,29 @@ class Boundaries:
     ) -> Boundary:
         admitted = self._admitted
         number, self._number = self._number, self._number + 1
-        layout = layout_of(state.tensors)
         begun = time.monotonic()
-        prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
+        layout, prints = self._prints(state)
         fingerprint_s = time.monotonic() - begun
-        if state.parts:
-            layout, prints = extended(layout, prints, state.parts)
-        else:
-            self._chain.note_state(prints.digest)
-        segment = self._chain.segment(generation_name(number, admitted.attempt))
+        name, pending = generation_name(number, admitted.attempt), self._chain.pending
+
+        def segment(digest: Digest) -> Segment | None:
+            # No receipt names the digest of a state in the middle of an update.
+            return segment_of(pending, name, None if state.parts else digest)
+
         header = self._header(number, position, state, layout)
-        header = replace(header, receipts=segment.record if segment else None)
-        receipts = segment.data if segment else b""
         about = self.cadence.about(why)
-        return Boundary(header, prints, receipts, waited_s, fingerprint_s, about)
+        return Boundary(header, prints, segment, waited_s, fingerprint_s, about)
+
+    def _prints(self, state: State) -> tuple[StateLayout, Callable[[memoryview], Fingerprint]]:
+        """Return the layout of what is stored, and what completes the fingerprint from the copy."""
+        rank, ranks = self._admitted.rank, self._admitted.ranks
+        layout = layout_of(state.tensors)
+        if state.parts:
+            whole = fingerprint(layout, state.tensors, _add_ranks)
+            layout, prints = extended(layout, whole, state.parts)
+            return layout, lambda copy: prints
+        own = layout.cut(rank, ranks), layout.cut(rank + 1, ranks)
+        return layout, begin(layout, state.tensors, _add_ranks, own).finish
 
     def header(self, position: DataPosition, state: State, layout: StateLayout) -> GenerationHeader:
         """Return the header that a generation at this boundary would have, without receipts.
@@ -201,6 +214,10 @@ class Boundaries:
             receipt_tip=self._chain.tip,
             receipts=None,
         )
+
+
+def _add_ranks(sums: torch.Tensor) -> None:
+    sum_over_ranks(sums, None)
 
 
 def _past(admitted: Admitted) -> Past | None:

@@ -176,27 +176,32 @@ class ReceiptChain:
         self.update, self.tip = receipt.update, receipt.digest
         return receipt
 
-    def note_state(self, state: Digest) -> None:
-        """Write the digest of the state into the last receipt, if no generation names that yet."""
-        if self._pending:
-            self._pending[-1] = replace(self._pending[-1], state=state)
-
-    def segment(self, generation: str) -> Segment | None:
-        """Return the pending receipts as a segment for a generation; None where there are none.
-
-        Args:
-            generation: Its name, which no other attempt can share: so is the segment's path.
-        """
-        if not self._pending:
-            return None
-        first, last = self._pending[0].update, self._pending[-1].update
-        data = encode(self._pending)
-        path = f"receipts/{first:012d}-{last:012d}-{generation}.jsonl"
-        return Segment(ReceiptSegment(path, len(data), digest_of(data), first, last), data)
+    def segment(self, generation: str, state: Digest | None = None) -> Segment | None:
+        """Return the pending receipts as a segment; see `segment_of`."""
+        return segment_of(self._pending, generation, state)
 
     def published(self, update: int) -> None:
         """Drop the receipts up to an update: a published generation names them."""
         self._pending = [receipt for receipt in self._pending if receipt.update > update]
+
+
+def segment_of(
+    pending: Sequence[Receipt], generation: str, state: Digest | None = None
+) -> Segment | None:
+    """Return receipts as a segment for a generation; None where there are none.
+
+    Args:
+        pending: Those that no published generation names yet.
+        generation: Its name, which no other attempt can share: so is the segment's path.
+        state: Digest of the state that it holds, which the last receipt names here, and nowhere
+            else: if this generation is not published, the next one's segment says nothing of it.
+    """
+    if not pending:
+        return None
+    first, last = pending[0].update, pending[-1].update
+    data = encode([*pending[:-1], replace(pending[-1], state=state or pending[-1].state)])
+    path = f"receipts/{first:012d}-{last:012d}-{generation}.jsonl"
+    return Segment(ReceiptSegment(path, len(data), digest_of(data), first, last), data)
 
 
 def encode(receipts: Iterable[Receipt]) -> bytes:

@@ -1,10 +1,11 @@
 """One rank's saves: snapshot now, everything else behind training, the fate at the next boundary.
 
 `Saver.begin` stalls training for one copy of this rank's part of the state (and for the last
-save, if that is still in flight). The thread behind writes the shard, acknowledges it, reads
-another rank's back where it is asked to, and so learns the generation's fate. Ranks act on a fate
-only where all of them look at it: at the next save, or at the end. So all of them count the same
-failures and stop at the same boundary.
+save, if that is still in flight). The thread behind writes the shard, and meanwhile seals the
+boundary: completes the fingerprint from the copy, and with it receipts and header. It acknowledges
+the shard, reads another rank's back where it is asked to, and so learns the generation's fate.
+Ranks act on a fate only where all of them look at it: at the next save, or at the end. So all of
+them count the same failures and stop at the same boundary.
 
 A storage that does not answer holds the thread, not the training: after
 ``checkpoint.storage_timeout_s`` the save is given up, which is a failed save like any other. The
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
-from concurrent.futures import Future, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
@@ -34,12 +35,11 @@ from coherent_ray.commit.manifest import (
 )
 from coherent_ray.commit.prints import prints_of
 from coherent_ray.commit.read_back import Reply, Request, read_back
-from coherent_ray.commit.timings import PARTS, About, Timings
+from coherent_ray.commit.timings import PARTS, Timings
 from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import AlreadyExists, CoherentRayError, SaveFailed, StorageError
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import Fingerprint
 from coherent_ray.state.reuse import Known, Previous, previous_of
 from coherent_ray.state.shards import ShardTimes, write_shard
 from coherent_ray.state.snapshot import Snapshot
@@ -47,6 +47,7 @@ from coherent_ray.state.writer import BackgroundWriter
 from coherent_ray.storage.attended import AttendedStorage
 from coherent_ray.storage.base import Storage
 from coherent_ray.train.hooks import Hook, reach
+from coherent_ray.train.sealing import Boundary, Sealed
 
 #: Seconds between two looks at a storage whose time is over while a rank's word is out.
 _LOOK_AGAIN_S = 0.02
@@ -82,22 +83,6 @@ class Saved:
     times: dict[str, float]
     """Seconds by name: those of `Timings`, and ``acknowledge_s``, from this rank's word to the
     generation's fate. What was not come to is not there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Boundary:
-    """What a save is about to store, complete but for the shard."""
-
-    header: GenerationHeader
-    prints: Fingerprint
-    receipts: bytes
-    """The segment that `header.receipts` names; rank 0 writes it."""
-    wait_s: float = 0.0
-    """Seconds that training has waited for the save before."""
-    fingerprint_s: float = 0.0
-    """Seconds that the fingerprint took."""
-    about: About | None = None
-    """What rank 0 tells of the save besides its times."""
 
 
 class _Flight:
@@ -328,9 +313,9 @@ class Saver:
         known: Known | None = None
         try:
             known = self._known(header)
-            shard = self._write(flight, known)
+            shard, sealed = self._write(flight, known)
             size = shard.own_file.size
-            fate = self._acknowledge(flight, self._word(flight, shard)) or fate
+            fate = self._acknowledge(flight, self._word(flight, shard, sealed)) or fate
         except Exception as error:
             flight.heard()
             if not flight.given_up:
@@ -344,32 +329,35 @@ class Saver:
         # What was given up is said by whoever gave it up; nobody looks at this fate.
         return flight.saved(fate, size)
 
-    def _write(self, flight: _Flight, known: Known | None) -> ShardRecord:
+    def _write(self, flight: _Flight, known: Known | None) -> tuple[ShardRecord, Sealed]:
         assert self._snapshot is not None
-        boundary, header = flight.boundary, flight.boundary.header
+        header, memory, times = flight.boundary.header, self._snapshot.memory, ShardTimes()
         reach(self._hook, "save:begin")
         if self._log is not None:
             with self._storage.attending("reading", DIRECTORY):
                 self._log.confirm()
-        if self._rank == 0 and header.receipts is not None:
-            self._write_receipts(header.receipts.path, boundary.receipts)
-        times = ShardTimes()
-        shard = write_shard(
-            self._storage,
-            header.directory,
-            self._rank,
-            header.ranks,
-            header.layout,
-            self._snapshot.memory,
-            self._options.digest,
-            self._options.block_bytes,
-            hooks=self._hook,
-            known=known,
-            times=times,
-        )
+        with ThreadPoolExecutor(1, "coherent-ray-sealing") as beside:
+            sealing = beside.submit(flight.boundary.sealed, memory)
+            shard = write_shard(
+                self._storage,
+                header.directory,
+                self._rank,
+                header.ranks,
+                header.layout,
+                memory,
+                self._options.digest,
+                self._options.block_bytes,
+                hooks=self._hook,
+                known=known,
+                times=times,
+            )
+            sealed = sealing.result()
         flight.times |= asdict(times)
+        flight.times["hash_s"] += sealed.sealing_s
+        if self._rank == 0 and sealed.header.receipts is not None:
+            self._write_receipts(sealed.header.receipts.path, sealed.receipts)
         reach(self._hook, "save:acknowledge")
-        return shard
+        return shard, sealed
 
     def _known(self, header: GenerationHeader) -> Known | None:
         """Return what a generation may refer to; None: it is written whole."""
@@ -429,8 +417,8 @@ class Saver:
                     "the receipts are there already, and differ", where=path
                 ) from None
 
-    def _word(self, flight: _Flight, shard: ShardRecord) -> Acknowledgement:
-        boundary, header = flight.boundary, flight.boundary.header
+    def _word(self, flight: _Flight, shard: ShardRecord, sealed: Sealed) -> Acknowledgement:
+        header, prints = sealed.header, sealed.prints
         return Acknowledgement(
             attempt=header.attempt,
             number=header.number,
@@ -438,10 +426,10 @@ class Saver:
             ranks=header.ranks,
             shard=shard,
             header_digest=digest_of(records.dump(header)),
-            fingerprint=boundary.prints.digest,
-            tensor_fingerprints=prints_of(boundary.prints.tensors, header.ranks),
+            fingerprint=prints.digest,
+            tensor_fingerprints=prints_of(prints.tensors, header.ranks),
             header=header if self._rank == 0 else None,
-            timings=Timings(**{n: flight.times[n] for n in PARTS}, about=boundary.about),
+            timings=Timings(**{n: flight.times[n] for n in PARTS}, about=flight.boundary.about),
         )
 
     def _published(self, header: GenerationHeader) -> Fate | None:

@@ -76,8 +76,8 @@ class Published:
                 lr=[0.1, 0.1],
                 skipped=at == 4,
             )
-        self.chain.note_state(digest_of(f"state {update}".encode()))
-        segment = self.chain.segment(generation_name(self.number, self.attempt))
+        state = digest_of(f"state {update}".encode())
+        segment = self.chain.segment(generation_name(self.number, self.attempt), state)
         if segment is None:
             return None
         self.storage.create(segment.record.path, segment.data)

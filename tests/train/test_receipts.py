@@ -79,9 +79,8 @@ class Run:
 
     def publish(self, chain: ReceiptChain, state: bool = False) -> ReceiptSegment | None:
         self.number += 1
-        if state:
-            chain.note_state(digest_of(str(chain.update).encode()))
-        segment = chain.segment(f"g{self.number}-a{self.commits.attempt}")
+        named = digest_of(str(chain.update).encode()) if state else None
+        segment = chain.segment(f"g{self.number}-a{self.commits.attempt}", named)
         if segment:
             self.storage.create(segment.record.path, segment.data)
         where = manifest_path(self.number, self.commits.attempt)
@@ -202,8 +201,7 @@ def test_a_chain_goes_on_where_another_stopped() -> None:
 
 def test_a_segment_holds_what_is_not_published_yet() -> None:
     chain = ReceiptChain(ROOT, 0)
-    assert chain.segment("g1-a1") is None
-    chain.note_state(ROOT)
+    assert chain.segment("g1-a1", ROOT) is None
     grow(chain, 3)
     first = chain.segment("g1-a1")
     assert first is not None
@@ -225,15 +223,21 @@ def test_a_segment_holds_what_is_not_published_yet() -> None:
     assert chain.tip == decode(third.data)[-1].digest
 
 
-def test_noting_a_state_changes_no_link() -> None:
-    plain, noted = ReceiptChain(ROOT, 0), ReceiptChain(ROOT, 0)
-    for chain in (plain, noted):
-        grow(chain, 2)
-        if chain is noted:
-            chain.note_state(digest_of(b"state"))
-        grow(chain, 2)
-    assert noted.pending[1].state == digest_of(b"state")
-    assert [r.digest for r in plain.pending] == [r.digest for r in noted.pending]
+def test_a_segment_names_the_state_of_its_generation_alone() -> None:
+    chain = ReceiptChain(ROOT, 0)
+    grow(chain, 2)
+    plain, noted = chain.segment("g1-a1"), chain.segment("g1-a1", digest_of(b"state"))
+    assert plain is not None
+    assert noted is not None
+    states = [[r.state for r in decode(each.data)] for each in (plain, noted)]
+    assert states == [[None, None], [None, digest_of(b"state")]]
+    # The links are the same, and if that generation fails, the next one says nothing of it.
+    assert [r.digest for r in decode(plain.data)] == [r.digest for r in decode(noted.data)]
+    assert chain.segment("g1-a1") == plain
+    grow(chain, 1)
+    later = chain.segment("g2-a1", digest_of(b"later"))
+    assert later is not None
+    assert [r.state for r in decode(later.data)] == [None, None, digest_of(b"later")]
 
 
 # --- lines from outside ---------------------------------------------------------------------------
@@ -439,8 +443,8 @@ def test_equal_histories_have_no_difference() -> None:
     first, second = ReceiptChain(ROOT, 0), ReceiptChain(ROOT, 0)
     grow(first, 3)
     grow(second, 3)
-    second.note_state(ROOT)
-    assert first_difference(first.pending, second.pending) is None
+    named = [*second.pending[:-1], replace(second.pending[-1], state=ROOT)]
+    assert first_difference(first.pending, named) is None
     assert first_difference([], []) is None
 
 

@@ -27,13 +27,15 @@ from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import ClusterError, Fenced, ReplicaDiverged, SaveFailed
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import fingerprint
+from coherent_ray.state.fingerprint import begin, fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage.base import Storage
 from coherent_ray.storage.testing.faults import Crash, Fault, FaultyStorage
 from coherent_ray.storage.testing.memory import MemoryStorage
-from coherent_ray.train.saving import Boundary, Saved, Saver, describe
+from coherent_ray.train.receipts import Segment
+from coherent_ray.train.saving import Saved, Saver, describe
+from coherent_ray.train.sealing import Boundary
 
 PLAN = PlanIdentity(digest_of(b"data"), 100, 7, "feistel-v1", 8, 4, 2)
 OPTIONS = Checkpoint(block_bytes=4096, max_failed_saves=2)
@@ -84,7 +86,8 @@ def boundary(
     segment = None
     if receipts:
         path = f"receipts/{1:012d}-{2:012d}-g{number}-a1.jsonl"
-        segment = records.ReceiptSegment(path, len(receipts), digest_of(receipts), 1, 2)
+        record = records.ReceiptSegment(path, len(receipts), digest_of(receipts), 1, 2)
+        segment = Segment(record, receipts)
     header = GenerationHeader(
         format=1,
         run_id="small",
@@ -99,9 +102,11 @@ def boundary(
         environment={},
         recipe={},
         receipt_tip=digest_of(b"tip"),
-        receipts=segment,
+        receipts=None,
     )
-    return Boundary(header, fingerprint(layout, now.tensors), receipts)
+    own = layout.cut(rank, ranks), layout.cut(rank + 1, ranks)
+    prints = begin(layout, now.tensors, copied=own)
+    return Boundary(header, prints.finish, lambda state: segment)
 
 
 def saver(
@@ -158,7 +163,9 @@ def test_what_training_does_next_is_not_in_the_generation(line: ScriptedLine) ->
     now.tensors["model/weight"].zero_()
     line.gate.set()
     assert one.settle() is not None
-    manifest = Manifest(begun.header, begun.prints.digest, (line.words[0].shard,))
+    word = line.words[0]
+    assert word.fingerprint == fingerprint(begun.header.layout, state().tensors).digest
+    manifest = Manifest(begun.header, word.fingerprint, (word.shard,))
     assert torch.equal(
         load_state(storage, manifest)["model/weight"], state().tensors["model/weight"]
     )

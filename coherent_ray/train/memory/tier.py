@@ -5,8 +5,8 @@ way to another node) says so in the vote of the update's reduction, which costs 
 ranks hold the same updates. When a rank begins a copy, every rank has ended the one before, since
 all took part in the reduction between: at any moment there is one that all of them hold whole.
 
-Training stands still for the copy, for a digest of the whole replica, which tells ranks that have
-diverged, and for the words. The keeper hashes what was copied, and copies it to another node.
+Training stands still for the copy, for a fingerprint of the whole replica, which tells ranks that
+have diverged, and for the words. The keeper hashes what was copied, and copies it to another node.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ import torch
 from coherent_ray.commit import manifest as records
 from coherent_ray.commit.manifest import GenerationHeader, StateLayout
 from coherent_ray.config.sections import Checkpoint
-from coherent_ray.digests import SHARD_ALGORITHM, Digest, digest_of
+from coherent_ray.digests import Digest, digest_of
 from coherent_ray.errors import CoherentRayError
 from coherent_ray.state.capture import State
-from coherent_ray.state.digest import tensors_digest
 from coherent_ray.state.fingerprint import fingerprint
 from coherent_ray.state.header import header_of
 from coherent_ray.state.layout import FlatState, layout_of
@@ -318,16 +317,9 @@ class _Lines:
 
 
 def _replica(layout: StateLayout, state: State, ranks: int) -> Digest:
-    """Return what this rank's whole replica is compared with the other ranks' by.
-
-    Of tensors in host memory the fastest hash, several times as fast as a fingerprint there; else
-    the fingerprint, which an accelerator computes where they are, and of which sharded tensors need
-    every rank's rows.
-    """
+    """Return what this rank's whole replica is compared with the other ranks' by."""
     if ranks == 1:
         return digest_of(b"there is no other replica")
-    if not layout.parts and all(t.device.type == "cpu" for t in state.tensors.values()):
-        return tensors_digest(layout, state.tensors, SHARD_ALGORITHM)
     prints = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
     return prints.digest
 
