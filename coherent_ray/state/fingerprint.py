@@ -165,7 +165,7 @@ def combined(layout: StateLayout, hexes: tuple[str, ...]) -> Fingerprint:
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
+    return tensor.is_cpu
 
 
 def _sums_of_all_ranks(

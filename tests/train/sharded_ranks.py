@@ -30,11 +30,11 @@ from coherent_ray.commit.manifest import Acknowledgement
 from coherent_ray.commit.read_back import Reply, reply_from_json
 from coherent_ray.config import Config
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import fingerprint
+from coherent_ray.state.digest import tensors_digest
 from coherent_ray.state.layout import layout_of
+from coherent_ray.state.sharded import is_distributed
 from coherent_ray.train import agreement, loop
 from coherent_ray.train.admit import Request
-from coherent_ray.train.collectives import sum_over_ranks
 from coherent_ray.train.identity import run_id_of
 from coherent_ray.train.memory import wiring
 from coherent_ray.train.memory.offer import Offer, of_entries
@@ -253,9 +253,11 @@ def main(
 
     def check(state: State, *rest: Any) -> None:
         same_start(state, *rest)
-        layout = layout_of(state.tensors)
-        found = fingerprint(layout, state.tensors, lambda sums: sum_over_ranks(sums, None))
-        desk.started(rank, found.digest)
+        whole = {
+            name: tensor.full_tensor() if is_distributed(tensor) else tensor
+            for name, tensor in state.tensors.items()
+        }
+        desk.started(rank, tensors_digest(layout_of(whole), whole))
 
     with working(), pytest.MonkeyPatch.context() as patch:
         asked = Request(values, "", "small", attempt, offer=offer)

@@ -16,7 +16,10 @@ from coherent_ray.commit.manifest import DataPosition, GenerationHeader, Receipt
 from coherent_ray.config import Config
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import Fenced, SaveFailed
+from coherent_ray.state import chunks
 from coherent_ray.state.capture import State
+from coherent_ray.state.fingerprint import Fingerprint, fingerprint
+from coherent_ray.state.layout import layout_of
 from coherent_ray.storage import open_storage
 from coherent_ray.storage.testing.memory import MemoryStorage
 from coherent_ray.train.admit import Admitted, find_out
@@ -242,3 +245,80 @@ def test_all_ranks_say_the_same_without_a_message(config: Config) -> None:
     assert len(set(said[0])) == 3
     assert other.headers == []
     assert not any(path.startswith("receipts/") for path in other.storage.files)
+
+
+def large(seed: int) -> dict[str, torch.Tensor]:
+    """A state of many chunks, of which some lie across the edges of the ranks' parts."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model/weight": torch.randn(9_001, generator=generator),
+        "model/turned": torch.randn(31, 77, generator=generator).t(),
+        "model/half": torch.randn(5_000, generator=generator).bfloat16(),
+        "optimizer/step": torch.tensor(float(seed)),
+    }
+
+
+def states_said(
+    folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> list[list[str | None]]:
+    """Save three times, the second time in vain; return what each segment names of states."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
+    folder /= f"{ranks}"
+    folder.mkdir()
+    config = config_for(folder)
+    runs = [Run(admitted(config, r, ranks), ["published", "failed"]) for r in range(ranks)]
+    for run in runs:
+        for update in range(1, 4):
+            run.train(2)
+            run.state.tensors = large(update)
+            run.save()
+        run.finish()
+    words = [[(w.header_digest, w.fingerprint) for w in run.line.words] for run in runs]
+    # The header has the digest of the segment, so every rank has sealed the same lines.
+    assert words == [words[0]] * ranks
+    expected = [fingerprint(layout_of(large(n)), large(n)).digest for n in (1, 2, 3)]
+    assert [found for _, found in words[0]] == expected
+    files = [runs[0].storage.files[h.receipts.path] for h in runs[0].headers if h.receipts]
+    return [[receipt.state for receipt in decode(data)] for data in files]
+
+
+def test_every_rank_count_names_the_same_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second, third = (fingerprint(layout_of(large(n)), large(n)).digest for n in (1, 2, 3))
+    for ranks in (1, 2, 3):
+        # The one that failed holds no state, so the next segment names none of its update.
+        assert states_said(tmp_path, ranks, monkeypatch) == [
+            [None, first], [None, second], [None, None, None, third],
+        ]  # fmt: skip
+
+
+def test_what_is_appended_meanwhile_is_not_in_the_segment(start: Admitted) -> None:
+    """Receipts are encoded behind training, which goes on."""
+    run = Run(start, [])
+    run.line.gate = threading.Event()
+    sealing = threading.Event()
+    original = run.boundaries._prints
+
+    def late(state: State) -> Any:
+        layout, finish = original(state)
+
+        def wait(copy: memoryview) -> Fingerprint:
+            assert sealing.wait(WAIT_S)
+            return finish(copy)
+
+        return layout, wait
+
+    run.boundaries._prints = late  # type: ignore[method-assign]
+    run.train(2)
+    tip, state = run.chain.tip, run.state.tensors["model/weight"].clone()
+    run.save()
+    run.train(3)
+    sealing.set()
+    run.line.gate.set()
+    run.finish()
+    assert run.segments == [(1, 2)]
+    assert run.headers[0].receipt_tip == tip
+    was = {"model/weight": state}
+    assert run.line.words[0].fingerprint == fingerprint(layout_of(was), was).digest
+    assert [r.update for r in run.chain.pending] == [3, 4, 5]

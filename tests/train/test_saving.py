@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from coherent_ray.commit.manifest import (
 from coherent_ray.config.sections import Checkpoint
 from coherent_ray.digests import digest_of
 from coherent_ray.errors import ClusterError, Fenced, ReplicaDiverged, SaveFailed
+from coherent_ray.state import chunks
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import begin, fingerprint
+from coherent_ray.state.fingerprint import Fingerprint, begin, fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage.base import Storage
@@ -353,6 +354,42 @@ def test_an_unforeseen_exception_is_a_failed_save(line: ScriptedLine) -> None:
     assert len(line.withdrawn) == 1
 
 
+def test_a_fingerprint_that_cannot_be_completed_is_a_failed_save(line: ScriptedLine) -> None:
+    def prints(copy: memoryview) -> Fingerprint:
+        raise MemoryError("no room")
+
+    now, storage = state(), MemoryStorage()
+    one = saver(line, storage)
+    begun = replace(boundary(now, receipts=b"two lines\n"), prints=prints)
+    one.begin(now, begun, since=0.0)
+    saved = one.settle()
+    assert saved is not None
+    assert saved.fate.reason == "rank 0 could not save: MemoryError: no room"
+    assert (len(line.withdrawn), line.words) == (1, [])
+    assert not any(path.startswith("receipts/") for path in storage.files)
+    assert save(one, 2).fate.kind == "published"
+
+
+def test_a_save_that_failed_lets_nobody_read_the_snapshot(line: ScriptedLine) -> None:
+    """The next save copies into it."""
+    now, gate = state(), threading.Event()
+    plain = boundary(now)
+
+    def prints(copy: memoryview) -> Fingerprint:
+        assert gate.wait(WAIT_S)
+        return plain.prints(copy)
+
+    one = saver(line, FaultyStorage(MemoryStorage(), [Fault("full", verb="open_writer")]))
+    one.begin(now, replace(plain, prints=prints), since=0.0)
+    assert one._pending is not None
+    assert not one._pending.done()
+    with pytest.raises(TimeoutError):
+        one._pending.result(0.1)
+    gate.set()
+    assert one._pending.result(WAIT_S).fate.kind == "failed"
+    one.close()
+
+
 def test_a_death_is_no_failed_save(line: ScriptedLine) -> None:
     """What kills the process reaches whoever looks, and nobody withdraws in its name."""
     one = saver(line, FaultyStorage(MemoryStorage(), [Fault("crash_before", verb="finish")]))
@@ -447,12 +484,15 @@ def test_the_failure_of_one_rank_is_every_ranks_at_once(
     assert {s.fate.kind for s in again} == {"published"}
 
 
+@pytest.mark.parametrize("row", [17, 229, 300, 464, 699])
 def test_ranks_that_differ_by_one_bit_learn_it_with_name_and_tensor(
-    coordinator: tuple[Coordinator, MemoryStorage],
+    coordinator: tuple[Coordinator, MemoryStorage], row: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In its own part (from row 230 on), which is read behind training, or in another's."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 512)
     alive, storage = coordinator
     other = state()
-    other.tensors["model/weight"].view(torch.int32)[17, 1] ^= 1
+    other.tensors["model/weight"].view(torch.int32)[row, 1] ^= 1
     saved = both(alive, [storage] * 3, [state(), other, state()])
     assert {s.fate.kind for s in saved} == {"diverged"}
     assert all("rank 1" in s.fate.reason and "model/weight" in s.fate.reason for s in saved)
