@@ -86,12 +86,13 @@ class Timings:
     wait_s: Seconds
     """For the save before to land."""
     fingerprint_s: Seconds
-    """Of the whole replica."""
+    """Of the whole replica, but for this rank's part where that is read from the copy."""
     snapshot_s: Seconds
     """The copy of this rank's part."""
     write_s: Seconds
     hash_s: Seconds
-    """In a thread of its own."""
+    """Of the shard's blocks, and of the fingerprint what this rank's part adds: in threads of their
+    own."""
     sync_s: Seconds
     """Until the shard was durable under its name."""
     about: About | None = None

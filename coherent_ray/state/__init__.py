@@ -2,8 +2,8 @@
 
 `capture` turns a job into named tensors and JSON, and back; `layout` says where each byte lies in
 the flat state; `snapshot` copies a rank's part of it; `shards` makes that part durable and reads
-generations that any number of ranks wrote; `writer` does so behind training; `fingerprint` and
-`digest` say whether two states are one.
+generations that any number of ranks wrote; `writer` does so behind training; `fingerprint`, by
+`chunks` and `multilinear`, and `digest` say whether two states are one.
 
 The functions `capture` and `fingerprint` are imported from the rooms of the same name.
 """

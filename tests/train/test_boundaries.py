@@ -258,11 +258,8 @@ def large(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def states_said(
-    folder: Path, ranks: int, monkeypatch: pytest.MonkeyPatch
-) -> list[list[str | None]]:
+def states_said(folder: Path, ranks: int) -> list[list[str | None]]:
     """Save three times, the second time in vain; return what each segment names of states."""
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
     folder /= f"{ranks}"
     folder.mkdir()
     config = config_for(folder)
@@ -270,7 +267,7 @@ def states_said(
     for run in runs:
         for update in range(1, 4):
             run.train(2)
-            run.state.tensors = large(update)
+            run.state = State(large(update), {})
             run.save()
         run.finish()
     words = [[(w.header_digest, w.fingerprint) for w in run.line.words] for run in runs]
@@ -285,10 +282,11 @@ def states_said(
 def test_every_rank_count_names_the_same_states(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1024)
     first, second, third = (fingerprint(layout_of(large(n)), large(n)).digest for n in (1, 2, 3))
     for ranks in (1, 2, 3):
         # The one that failed holds no state, so the next segment names none of its update.
-        assert states_said(tmp_path, ranks, monkeypatch) == [
+        assert states_said(tmp_path, ranks) == [
             [None, first], [None, second], [None, None, None, third],
         ]  # fmt: skip
 
