@@ -114,7 +114,8 @@ def begin(
         layout: The layout of the tensors.
         tensors: By name; any device and strides; of sharded ones this rank's rows.
         add_ranks: Adds a 1-D int64 tensor over all ranks, in place, and wraps around; called once,
-            and only where tensors are sharded. All ranks must come there.
+            and only where tensors are sharded. All ranks must come there. Whoever has all rows of
+            what the layout calls sharded has nothing to add.
         copied: The range of the flat state, in bytes, of which there will be a copy. Chunks in it
             are left out, but of tensors that are sharded or on accelerators nothing is, and where
             any is sharded nothing of the others either.

@@ -52,7 +52,7 @@ print(json.dumps(results))
 """
 
 #: Opened files are, for the coordinator: record, hint, and for each generation manifest, record,
-#: hint, timings; for rank 0: receipts, shard; for rank 1: shard.
+#: hint, timings; for rank 0: shard, receipts; for rank 1: shard.
 STRIKES = [
     ["coordinator", 1],
     ["coordinator", 4],

@@ -265,6 +265,8 @@ def test_sharded_ranks_refer_each_to_their_own_rows(tmp_path: Path) -> None:
     for name in names:
         manifest = left.manifest(name)
         state = load_state(left.storage, manifest)
-        assert fingerprint(manifest.header.layout.whole, state).digest == manifest.fingerprint
+        # As sharded, but all rows are here, so there is nobody's sums to add.
+        found = fingerprint(manifest.header.layout, state, lambda sums: None)
+        assert found.digest == manifest.fingerprint
     assert manifest.header.layout.parts == 2
     assert len({file.path for shard in manifest.shards for file in shard.files}) == 4
