@@ -158,23 +158,26 @@ class Boundaries:
     ) -> Boundary:
         admitted = self._admitted
         number, self._number = self._number, self._number + 1
+        layout = layout_of(state.tensors)
         begun = time.monotonic()
-        layout, prints = self._prints(state)
+        layout, prints = self._prints(state, layout)
         fingerprint_s = time.monotonic() - begun
         name, pending = generation_name(number, admitted.attempt), self._chain.pending
+        # No receipt names the digest of a state in the middle of an update.
+        named = not state.parts
 
         def segment(digest: Digest) -> Segment | None:
-            # No receipt names the digest of a state in the middle of an update.
-            return segment_of(pending, name, None if state.parts else digest)
+            return segment_of(pending, name, digest if named else None)
 
         header = self._header(number, position, state, layout)
         about = self.cadence.about(why)
         return Boundary(header, prints, segment, waited_s, fingerprint_s, about)
 
-    def _prints(self, state: State) -> tuple[StateLayout, Callable[[memoryview], Fingerprint]]:
+    def _prints(
+        self, state: State, layout: StateLayout
+    ) -> tuple[StateLayout, Callable[[memoryview], Fingerprint]]:
         """Return the layout of what is stored, and what completes the fingerprint from the copy."""
         rank, ranks = self._admitted.rank, self._admitted.ranks
-        layout = layout_of(state.tensors)
         if state.parts:
             whole = fingerprint(layout, state.tensors, _add_ranks)
             layout, prints = extended(layout, whole, state.parts)

@@ -298,8 +298,8 @@ def test_what_is_appended_meanwhile_is_not_in_the_segment(start: Admitted) -> No
     sealing = threading.Event()
     original = run.boundaries._prints
 
-    def late(state: State) -> Any:
-        layout, finish = original(state)
+    def late(*given: Any) -> Any:
+        layout, finish = original(*given)
 
         def wait(copy: memoryview) -> Fingerprint:
             assert sealing.wait(WAIT_S)
