@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from coherent_ray.digests import digest_of
 from coherent_ray.errors import ClusterError, Fenced, ReplicaDiverged, SaveFailed
 from coherent_ray.state import chunks
 from coherent_ray.state.capture import State
-from coherent_ray.state.fingerprint import Fingerprint, begin, fingerprint
+from coherent_ray.state.fingerprint import begin, fingerprint
 from coherent_ray.state.layout import layout_of
 from coherent_ray.state.shards import load_state
 from coherent_ray.storage.base import Storage
@@ -352,42 +352,6 @@ def test_an_unforeseen_exception_is_a_failed_save(line: ScriptedLine) -> None:
     saved = save(saver(line, hook=hook))
     assert saved.fate.reason == "rank 0 could not save: LookupError: in the hook"
     assert len(line.withdrawn) == 1
-
-
-def test_a_fingerprint_that_cannot_be_completed_is_a_failed_save(line: ScriptedLine) -> None:
-    def prints(copy: memoryview) -> Fingerprint:
-        raise MemoryError("no room")
-
-    now, storage = state(), MemoryStorage()
-    one = saver(line, storage)
-    begun = replace(boundary(now, receipts=b"two lines\n"), prints=prints)
-    one.begin(now, begun, since=0.0)
-    saved = one.settle()
-    assert saved is not None
-    assert saved.fate.reason == "rank 0 could not save: MemoryError: no room"
-    assert (len(line.withdrawn), line.words) == (1, [])
-    assert not any(path.startswith("receipts/") for path in storage.files)
-    assert save(one, 2).fate.kind == "published"
-
-
-def test_a_save_that_failed_lets_nobody_read_the_snapshot(line: ScriptedLine) -> None:
-    """The next save copies into it."""
-    now, gate = state(), threading.Event()
-    plain = boundary(now)
-
-    def prints(copy: memoryview) -> Fingerprint:
-        assert gate.wait(WAIT_S)
-        return plain.prints(copy)
-
-    one = saver(line, FaultyStorage(MemoryStorage(), [Fault("full", verb="open_writer")]))
-    one.begin(now, replace(plain, prints=prints), since=0.0)
-    assert one._pending is not None
-    assert not one._pending.done()
-    with pytest.raises(TimeoutError):
-        one._pending.result(0.1)
-    gate.set()
-    assert one._pending.result(WAIT_S).fate.kind == "failed"
-    one.close()
 
 
 def test_a_death_is_no_failed_save(line: ScriptedLine) -> None:
