@@ -8,7 +8,7 @@ from figures.words import cell
 
 ROWS = (
     ("stall of a save, copies of the rank's share (CPU)", "stall_copies", "1.15"),
-    ("of it the fingerprint of the whole replica", "fingerprint_copies", ""),
+    ("of it the fingerprint", "fingerprint_copies", ""),
     ("the stall by the clock", "stall_wall_copies", ""),
     ("whole save, copies (CPU, all threads and children)", "cpu_copies", "1.9"),
     ("snapshot to published, raw write + fsync = 1", "durable_to_write", "0.85"),
