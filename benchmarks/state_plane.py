@@ -75,11 +75,12 @@ def raw_round(group: Group, found: Figures, *, ways: bool) -> dict[str, float]:
 
 
 def product_round(group: Group, key: str, step: int, raw: dict[str, float], found: Figures) -> None:
-    """Have one product do everything once; three steps are its own."""
+    """Have one product do everything once; four steps are its own."""
 
     def note(name: str, value: float) -> None:
         found[name].append(value)
 
+    group.all("change", 1.0)  # what is as it was would not be written by who looks
     if not (saves := group.try_all("save", key, step)):
         return
     note("stall_copies", sum(s["stall_cpu_s"] for s in saves) / raw["copy_cpu_s"])
@@ -95,14 +96,17 @@ def product_round(group: Group, key: str, step: int, raw: dict[str, float], foun
         if loads := group.try_all("load", key, step, heat == "cold"):
             note(f"load_{heat}", slowest(loads) / raw[f"read_{heat}_s"])
     if key == "ours":
-        group.all("change", CHANGED)
-        changed = group.try_all("save", key, step + 1)
+        # The newest two generations share nothing, so it is the second such save that refers.
+        for at in (step + 1, step + 3):
+            group.all("change", CHANGED)
+            changed = group.try_all("save", key, at)
         if changed:
             note("changed_cpu", sum(s["cpu_s"] for s in changed) / sum(s["cpu_s"] for s in saves))
             note("changed_time", slowest(changed) / slowest(saves))
-            sizes = [group.all("written", key, at)[0]["bytes"] for at in (step, step + 1)]
+            sizes = [group.all("written", key, at)[0]["bytes"] for at in (step, step + 3)]
             note("changed_bytes", sizes[1] / sizes[0])
     group.all("drop", key, step)
+    group.all("change", 1.0)
     if training := group.try_all("save_training", key, step + 2):
         note("lost_copies", max(t["lost_s"] for t in training) / raw["copy_s"])
         pairs = [t["during"] / t["pace"] for t in training]

@@ -131,10 +131,11 @@ class Rank:
         return {"lost_s": taken - count / pace, "s": taken, "pace": pace, "during": count / taken}
 
     def change(self, share: float) -> dict[str, Any]:
-        """Change some of the state: the first tensor's first items, the same in every rank."""
-        first = next(iter(self._state.values()))
-        total = sum(tensor.numel() for tensor in self._state.values())
-        first[: max(int(total * share), 1)].add_(1.0)
+        """Change a part of the state, its first items, in the same way in every rank."""
+        left = max(int(share * sum(tensor.numel() for tensor in self._state.values())), 1)
+        for tensor in self._state.values():
+            tensor.view(-1)[:left].add_(1.0)
+            left -= min(left, tensor.numel())
         return {}
 
     def load(self, key: str, step: int, cold: bool) -> dict[str, Any]:
