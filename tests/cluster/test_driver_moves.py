@@ -39,14 +39,23 @@ def cluster() -> Iterator[tuple[Cluster, Node]]:
     note = Path(get_ray_address_file(None))
     noted = note.read_text() if note.exists() else None
     place = tempfile.mkdtemp(prefix="cr", dir="/tmp")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    head = {"num_cpus": 0, "include_dashboard": True, "dashboard_port": port, "temp_dir": place}
+    # Another Ray of this session has the usual ports, and an agent without one takes no job.
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": True,
+        "dashboard_port": free_port(),
+        "dashboard_agent_listen_port": free_port(),
+        "temp_dir": place,
+    }
     made = Cluster(initialize_head=True, head_node_args=head)
     try:
         nodes = [
-            made.add_node(num_cpus=2, resources={name: 1.0}, object_store_memory=100 * 2**20)
+            made.add_node(
+                num_cpus=2,
+                resources={name: 1.0},
+                object_store_memory=100 * 2**20,
+                dashboard_agent_listen_port=free_port(),
+            )
             for name in NODES
         ]
         yield made, nodes[0]
@@ -57,6 +66,12 @@ def cluster() -> Iterator[tuple[Cluster, Node]]:
     else:
         note.unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return int(free.getsockname()[1])
 
 
 def wait_for(done: Callable[[], Any], what: str) -> Any:

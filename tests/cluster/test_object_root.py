@@ -24,7 +24,6 @@ from coherent_ray.commit.generations import Generations
 from coherent_ray.errors import NotSigned
 from coherent_ray.state import state_digest
 from coherent_ray.storage import Storage, StorageOptions, open_storage
-from coherent_ray.storage.signing import KeyPlace
 from coherent_ray.train import receipts
 from coherent_ray.train.receipts import first_difference
 
@@ -72,7 +71,7 @@ def test_a_run_is_the_same_run_where_every_seventh_change_loses_its_answer(
         )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["complete"] is True
-    options = StorageOptions(endpoint=s3.endpoint, allow_http=True, signing_key=KeyPlace(env=KEY))
+    options = StorageOptions(endpoint=s3.endpoint, allow_http=True, key_env=KEY)
     storage = open_storage(f"s3://{BUCKET}/{prefix}/run", options)
     history = Generations(storage).history()
     assert [p.name for p in history.publishes] == ["g1-a1", "g2-a1", "g3-a1", "g4-a1"]
