@@ -33,10 +33,10 @@ PROJECT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(PROJECT / "benchmarks"))
 sys.path.insert(0, str(PROJECT))
 
+from figures.costs import state_plane  # noqa: E402
 from gauntlet.cluster import cluster  # noqa: E402
 from plane.group import Group, met, processes, started  # noqa: E402
 from plane.group import listening as calls  # noqa: E402
-from render import state_plane  # noqa: E402
 
 HOME = ("ours", "torch_save", "dcp", "dcp_thread", "dcp_process")
 NAMES = {
